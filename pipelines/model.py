@@ -282,7 +282,7 @@ class Model:
         if pooling not in (None, facts.pooling) or normalise not in (None, facts.normalised):
             length = "of length 1" if facts.normalised else "not of length 1"
             fixed = f"always pools by {facts.pooling} and returns vectors {length}"
-            raise PipelineError(f"{self.name} {fixed}; leave pooling and normalise out")
+            raise PipelineError(f"{self.name} {fixed}; remove the arguments pooling and normalise")
         return embedder.embed(texts, prompt_name, prompt, dimensions)
 
     def close(self) -> None:
@@ -312,7 +312,7 @@ class Model:
         stop_tokens, template_args = options.pop("stop_tokens", None), options.pop("template_args", {})
         structure = {name: value for name in STRUCTURES & options.keys() if (value := options.pop(name)) is not None}
         if structure and self.tokenizer is None:
-            raise PipelineError(f"{self.name} has no tokenizer; remove {', '.join(structure)}, which need one")
+            raise PipelineError(f"{self.name} has no tokenizer, which structured output needs; remove {', '.join(structure)}")
         compact = options.pop("compact_json", False)
         grammar = self.tokenizer.grammar(**structure, compact_json=compact) if structure and self.tokenizer else None
         sampling = replace(options.pop("sampling", Sampling()), **options)

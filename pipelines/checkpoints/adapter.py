@@ -80,7 +80,7 @@ def open_adapter(path: Path) -> Adapter:
         module, embedding, side, _ = part.groups()
         values = tensor.dequantise()
         if values.ndim != 2:
-            raise CheckpointError(f"{path}: {shorten_text(name)} of {values.ndim} dimensions is not a matrix; {_MERGE}")
+            raise CheckpointError(f"{path}: LoRA tensor {shorten_text(name)} has {values.ndim} dimensions, not 2; {_MERGE}")
         if embedding:  # the update of an embedding is the transpose of B A
             side, values = "B" if side == "A" else "A", values.T
         parts.setdefault(module, {})[side] = values
@@ -104,13 +104,13 @@ def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
             raise CheckpointError(f"{adapter.path} adapts {shorten_text(name)}, which {checkpoint.path} lacks; {_BASE}")
         own = tensors[name]
         if codec_of(own.codec).quantised:
-            raise CheckpointError(f"{checkpoint.path} has {name} quantised ({own.codec}); give a base in f32, bf16 or f16")
+            raise CheckpointError(f"{checkpoint.path}: {name} is quantised ({own.codec}); give a base in f32, bf16 or f16")
         if own.shape != shape:
             raise CheckpointError(f"{adapter.path} adapts {name} as {list(shape)}, but the base has {list(own.shape)}; {_BASE}")
     shared = sorted({name for name, _ in shapes} & {EMBEDDING, HEAD})
     if shared and checkpoint.config.get("tie_word_embeddings"):
         # Training changed only one of the two, so they can no longer share a weight.
-        raise CheckpointError(f"{adapter.path} adapts {shared[0]}, which is both embedding and output head; {_MERGE}")
+        raise CheckpointError(f"{adapter.path} adapts {shared[0]}, which is shared by embedding and output head; {_MERGE}")
     tensors |= {name: replace(tensor, source=f"{name} of the adapter") for name, tensor in replaced.items()}
     tensors |= {name: _adapted(tensors[name], *pair) for name, pair in adapter.pairs.items()}
     return replace(
@@ -122,7 +122,7 @@ def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
 
 
 _BASE = "give the base model that the adapter was trained on"
-_MERGE = "merge it with peft (merge_and_unload, save_pretrained) and give the directory that this writes"
+_MERGE = "merge the adapter with peft (merge_and_unload, save_pretrained) and give the merged directory"
 
 
 def _config(path: Path) -> dict:
@@ -132,7 +132,7 @@ def _config(path: Path) -> dict:
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"{path} is an adapter of type {shorten(config.get('peft_type'))}, not LORA; {_MERGE}")
     if used := sorted(key for key in config.keys() - _READ - _IGNORED if config[key]):
-        raise CheckpointError(f"{path} uses {shorten_list(used, max_length=100)}, which plain LoRA does not; {_MERGE}")
+        raise CheckpointError(f"{path} uses {shorten_list(used, max_length=100)}; castiron supports only plain LoRA; {_MERGE}")
     if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
         start = shorten_text(str(config["init_lora_weights"]))
         raise CheckpointError(f"{path} was initialised by {start}, which changes the base weights; {_MERGE}")
@@ -161,13 +161,13 @@ def _of_pattern(patterns: Mapping[str, float], module: str, default: float, path
 
 def _pair(path: Path, config: dict, module: str, sides: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, float]:
     if sides.keys() != {"A", "B"}:
-        raise CheckpointError(f"{path} has only one of the two matrices of {shorten_text(module)}; save the adapter again")
+        raise CheckpointError(f"{path} has only one of the two LoRA matrices of {shorten_text(module)}; save the adapter again")
     rank = _of_pattern(config["rank_pattern"], module, config["r"], path)
     alpha = _of_pattern(config["alpha_pattern"], module, config["lora_alpha"], path)
     a, b = sides["A"], sides["B"]
     if not len(a) == b.shape[1] == rank:
         stated = f"{len(a)} and {b.shape[1]} for {shorten_text(module)}, but {CONFIG} states {rank}"
-        raise CheckpointError(f"{path} has matrices of rank {stated}; save the adapter again")
+        raise CheckpointError(f"{path} has LoRA matrices of rank {stated}; save the adapter again")
     return b, a, alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
 
 

@@ -120,13 +120,13 @@ def map_file(path: Path) -> memoryview:
     except ValueError:
         raise CheckpointError(f"{path} is empty; fetch it again") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; check its permissions, or fetch it again") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; check the file and its permissions") from None
 
 
 def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:
     """Return `keys` without the `ignored` keys; raise CheckpointError if one of these is absent."""
     if absent := [key for key in ignored if key not in keys]:
-        raise CheckpointError(f"{where} has no key {shorten(absent[0])}; remove it from --ignore-key")
+        raise CheckpointError(f"{where} has no key {shorten(absent[0])}; remove --ignore-key for this key")
     return {key: value for key, value in keys.items() if key not in ignored}
 
 
@@ -200,7 +200,7 @@ def validate(checkpoint: Checkpoint, vocab: int) -> None:
     for key, token in tokens:
         if token is not None and not 0 <= token < vocab:
             stated = f"{checkpoint.path}: {key} is {shorten_text(str(token))}"
-            raise CheckpointError(f"{stated}, outside the vocabulary of {vocab}; correct it")
+            raise CheckpointError(f"{stated}, outside the vocabulary of {vocab}; correct the id")
     check_finite(checkpoint)
 
 

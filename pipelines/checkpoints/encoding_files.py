@@ -33,7 +33,7 @@ def read_encoding(path: Path) -> Encoding | None:
     modules = [_module(path, entry) for entry in (found if isinstance(found, list) else [])]
     if [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"] or modules[0][1]:
         kinds = shorten_text(", ".join(kind for kind, _ in modules[:2])) or "no modules"
-        raise CheckpointError(f"{path / MODULES} begins with {kinds}; it must begin with Transformer and Pooling")
+        raise CheckpointError(f"{path / MODULES} begins with {kinds}; castiron supports only Transformer, then Pooling")
     pooling, tensors = Pooling(_mode(path / modules[1][1]), normalised=False), {}
     for kind, folder in modules[2:]:
         if kind == "Normalize" and not pooling.normalised:
@@ -54,7 +54,7 @@ def read_encoding(path: Path) -> Encoding | None:
         raise CheckpointError(f"{path / _PROMPTS}: prompts is {shorten(texts)}, not an object; fetch it again")
     named = {name: text for name, text in texts.items() if isinstance(text, str)}
     if default is not None and (not isinstance(default, str) or default not in named):
-        raise CheckpointError(f"{path / _PROMPTS} has no prompt {shorten(default)}, its default_prompt_name; fetch it again")
+        raise CheckpointError(f"{path / _PROMPTS} has default_prompt_name {shorten(default)}, but no such prompt; correct it")
     max_tokens = _tokens(limits.get("max_seq_length")) or tokenizer_limit(path)
     return Encoding(pooling, named, default, max_tokens, limits.get("do_lower_case") is True, tensors)
 
@@ -92,16 +92,16 @@ def _dense(folder: Path, name: str) -> Dense:
     if (source := config.get("module_input_name", _EMBEDDING)) != _EMBEDDING:
         raise CheckpointError(f"{folder}: module_input_name is {shorten(source)}; only {_EMBEDDING!r} is supported")
     if not isinstance(features, int) or features < 1:
-        raise CheckpointError(f"{folder}: out_features is {shorten(features)}, not an integer above 0; fetch it all again")
+        raise CheckpointError(f"{folder}: out_features is {shorten(features)}, not an integer above 0; fetch the model again")
     if not isinstance(bias, bool):
-        raise CheckpointError(f"{folder}: bias is {shorten(bias)}, not true or false; fetch it all again")
+        raise CheckpointError(f"{folder}: bias is {shorten(bias)}, not true or false; fetch the model again")
     return Dense(name, features, bias, _ACTIVATIONS[activation])
 
 
 def _config(folder: Path) -> dict:
     found = json_object(folder / "config.json")
     if found is None:
-        raise CheckpointError(f"{folder} has no config.json, but {MODULES} names it; fetch it")
+        raise CheckpointError(f"{folder} has no config.json, but {MODULES} lists this folder; fetch the file")
     return found
 
 
@@ -151,7 +151,7 @@ def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> E
     head, weight = HEADS.get(config["model_type"]), stored.get("classifier.weight")
     if head is None or weight is None or weight.shape[:1] != (1,):
         known = ", ".join(HEADS)
-        raise CheckpointError(f"{path} is a {shorten_text(kind)}; supported are {known} classifiers with one label")
+        raise CheckpointError(f"{path} is a {shorten_text(kind)}; castiron supports only {known} classifiers with one label")
     if not isinstance(config.get("hidden_size"), int):
         raise CheckpointError(f"{path}: hidden_size is {shorten(config.get('hidden_size'))}, not a number; fetch it again")
     pooling = head.pooling(config)

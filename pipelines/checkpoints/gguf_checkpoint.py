@@ -35,7 +35,7 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
     file = replace(file, metadata=without(file.metadata, ignore_keys, path), tensors=scaled(path, file.tensors))
     kind = file.metadata.get("general.type")
     if kind is not None and (not isinstance(kind, str) or kind != "model"):
-        raise CheckpointError(f"{path} is a GGUF file of type {shorten(kind)}; give a model's file")
+        raise CheckpointError(f"{path} is a GGUF file of type {shorten(kind)}; give the GGUF file of a model")
     config = hf_config(file)
     eos = eos_token_ids(file)
     tensors, orders = column_orders(without_shared(hf_tensors(file, architecture_of(file), config), config))
@@ -80,7 +80,7 @@ def _times(path: Path, tensor: Tensor, scale: Tensor) -> Tensor:
     shape = (1 if len(tensor.shape) == 2 else tensor.shape[0], *(1,) * (len(tensor.shape) - 1))
     if prod(scale.shape) not in (1, shape[0]):
         found = f"{shorten_text(scale.source)} has {prod(scale.shape)} numbers"
-        raise CheckpointError(f"{path}: {found}, not 1 or {shape[0]}; fetch it again")
+        raise CheckpointError(f"{path}: {found}, not 1 or {shape[0]}; fetch the file again")
     read = lambda: with_scale(tensor.data, scale.dequantise().reshape(-1, *shape[1:]))
     return replace(tensor, codec="nvfp4_scaled", read=read)
 

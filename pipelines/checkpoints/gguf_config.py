@@ -46,7 +46,7 @@ def architecture_of(file: GgufFile) -> Architecture:
     row = ARCHITECTURES.get(special.get(name) or name)
     if row is None:
         known = shorten_list(architecture_names(), max_length=150)
-        raise CheckpointError(f"{file.path} has a {shorten_text(name, 60)} model; supported are {known}")
+        raise CheckpointError(f"{file.path} has the unsupported architecture {shorten_text(name, 60)}; supported are {known}")
     return row
 
 

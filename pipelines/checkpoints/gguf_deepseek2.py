@@ -105,7 +105,7 @@ def joined_key_values(file: GgufFile, keys: Tensor, values: Tensor, name: str) -
     """
     if (len(keys.shape), len(values.shape)) != (3, 3) or keys.shape[:2] != values.shape[::2]:
         found = f"{shorten_text(keys.source)} {list(keys.shape)} and {shorten_text(values.source)} {list(values.shape)}"
-        raise CheckpointError(f"{file.path}: {found} are not keys and values of the same heads; fetch it again")
+        raise CheckpointError(f"{file.path}: the shapes of {found} do not fit each other; fetch the file again")
     (heads, latent, key), value = keys.shape, values.shape[1]
     codec = keys.codec if keys.codec == values.codec and not CODECS[keys.codec].quantised else "f32"
 

@@ -41,7 +41,7 @@ _TOLERANCE = 1e-5  # max relative difference of equal numbers, because GGUF stor
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's llama_token_type
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
-_CONVERT = "convert it with llama.cpp's convert_hf_to_gguf.py, and quantise the file that this writes"
+_CONVERT = "convert the model with llama.cpp's convert_hf_to_gguf.py, and quantise the resulting file"
 
 # A function that returns a tensor's data, from its HF name, a codec, and the columns to take in this order (None: all).
 Read = Callable[[str, str, np.ndarray | None], np.ndarray]
@@ -233,7 +233,7 @@ def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tenso
     ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))
     if names := ", ".join(sorted(_differing(ours, theirs))):
         model = f"{checkpoint.path} is a {checkpoint.config['model_type']} model that cannot be written as GGUF"
-        raise CheckpointError(f"{model}, because its {names} would differ when the file is read; {_CONVERT}")
+        raise CheckpointError(f"{model}, because GGUF cannot store its {names}; {_CONVERT}")
 
 
 def _differing(one: Any, other: Any) -> Iterator[str]:
@@ -277,7 +277,7 @@ def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
     stored = as_read({"general.architecture": architecture_for(checkpoint)[0], **metadata})
     back = tokenizer_json(GgufFile(checkpoint.path, stored, {}))
     if tokenizer_of(back, checkpoint.path).encode(SAMPLE).ids != complete:
-        why = "its tokenizer would then split text differently"
+        why = "the tokenizer in the GGUF file would split text differently"
         raise CheckpointError(f"{checkpoint.path} cannot be written as GGUF: {why}; {_CONVERT}")
     return metadata
 
@@ -289,7 +289,7 @@ def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: i
     kinds_of = lambda steps: [(step["type"], step.get("pattern")) for step in steps]
     name = next((name for name, row in rows if kinds_of(row.steps) == kinds_of(steps)), None)
     if name is None:
-        unfit = "its tokenizer has a pre-tokenizer that llama.cpp has no name for"
+        unfit = "llama.cpp has no name for its pre-tokenizer"
         raise CheckpointError(f"{checkpoint.path} cannot be written as GGUF: {unfit}; {_CONVERT}")
     tokens, kinds = _tokens(found, vocab)
     merges = [" ".join(pair) for pair in found["model"]["merges"]]

@@ -138,7 +138,7 @@ def read_gguf(path: Path) -> GgufFile:
     names = parts_of(path.name)
     if len(names) != count or number != 0:
         example = f"NAME-00001-of-{count:05d}.gguf" if count < 100_000 else "the first"
-        raise CheckpointError(f"{path} is one of {count} parts; give {example}, with the others beside it")
+        raise CheckpointError(f"{path} is one of {count} parts; give {example}, with the other parts in the same directory")
     for number, name in enumerate(names[1:], 1):
         if not (path.parent / name).exists():
             raise CheckpointError(f"{path.parent / name}: no such file; fetch all {count} parts of the model")
@@ -146,10 +146,10 @@ def read_gguf(path: Path) -> GgufFile:
         if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
             raise CheckpointError(f"{part.path} is not part {number + 1} of {count}; fetch it again")
         if twice := sorted(file.tensors.keys() & part.tensors.keys()):
-            raise CheckpointError(f"{part.path}: {shorten(twice[0])} is in two parts; fetch it again")
+            raise CheckpointError(f"{part.path}: tensor {shorten(twice[0])} is in two parts; fetch all parts again")
         file.tensors.update(part.tensors)
     if stated not in (None, len(file.tensors)):
-        raise CheckpointError(f"{path}: its parts have {len(file.tensors)} tensors, not {shorten(stated)}; fetch them again")
+        raise CheckpointError(f"{path}: all parts have {len(file.tensors)} tensors, not {shorten(stated)}; fetch all again")
     return file
 
 

@@ -92,7 +92,7 @@ def shards_of(path: Path) -> dict[str, list[str] | None]:
     shards: dict[str, list[str] | None] = {}
     for name, shard in files.items():
         if Path(shard).name != shard or "\0" in shard or len(shard.encode()) > _MAX_NAME:
-            invalid = f"{path / INDEX} has {shorten_text(name)} in {shorten(shard)}"
+            invalid = f"{path / INDEX} lists {shorten_text(name)} in {shorten(shard)}"
             raise CheckpointError(f"{invalid}, which is not a file name; fetch it again")
         shards.setdefault(shard, []).append(name)
     return shards
@@ -111,13 +111,13 @@ def tensors_of(path: Path, is_quantised: bool) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for shard, expected in shards_of(path).items():
         if not (path / shard).is_file():
-            raise CheckpointError(f"{path / shard} is missing, but {INDEX} names it; fetch it")
+            raise CheckpointError(f"{path / shard} is missing, but {INDEX} lists it; fetch the file")
         stored = read_safetensors(path / shard, allow_parts=is_quantised)
         if absent := sorted(name for name in set(expected or ()) - set(stored) if not is_ignorable(name)):
             raise CheckpointError(f"{path / shard} lacks {shorten_list(absent)}, which {INDEX} lists for it; fetch it again")
         if twice := stored.keys() & tensors.keys():
             raise CheckpointError(
-                f"{path / shard} has {shorten_text(min(twice))}, which another shard has too; fetch both again"
+                f"{path / shard} has tensor {shorten_text(min(twice))}, which is also in another shard; fetch all shards again"
             )
         tensors |= stored
     return tensors
@@ -138,5 +138,5 @@ def _token_ids(path: Path, key: str, *sources: dict) -> tuple[int, ...]:
     value = next((source[key] for source in sources if source.get(key) is not None), [])
     tokens = value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
-        raise CheckpointError(f"{path}: {key} is {shorten(value)}, not a token id; fetch it again")
+        raise CheckpointError(f"{path}: {key} is {shorten(value)}, not a token id; fetch the file again")
     return tuple(tokens)

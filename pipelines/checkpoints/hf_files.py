@@ -29,7 +29,7 @@ def text_of(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; fetch it again") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; check the file and its permissions") from None
     except UnicodeDecodeError:
         raise CheckpointError(f"{path} is not UTF-8 text; fetch it again") from None
 

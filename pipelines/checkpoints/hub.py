@@ -54,7 +54,7 @@ def fetch(name: HubName, progress: Progress | None = None) -> Path:
         return _fetch(name, progress or (lambda stage, done: None))
     except Unreachable as error:
         if (path := cached(name)) is None:
-            lacking = f"{error}, and {cache_folder()} lacks files of it"
+            lacking = f"{error}, and {cache_folder()} has no complete copy"
             raise CheckpointError(f"{name}: no such file or directory; {lacking}") from None
         print_message(f"{error}; using the files of {name} in {cache_folder()}")
         return path
@@ -101,7 +101,7 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
             raise CheckpointError(
                 f"{repository} is an adapter; give its base model as the model, and the adapter with --adapter DIR"
             )
-        raise CheckpointError(f"{repository} has no GGUF file, and no {CONFIG} with {SINGLE} or {INDEX}; choose another")
+        raise CheckpointError(f"{repository} has no GGUF file, and no {CONFIG} with {SINGLE} or {INDEX}; give another name")
     matching = [file for file in files if _matches(file, name.wanted)]
     if len(matching) == 1:
         return matching[0]
@@ -125,7 +125,7 @@ def _fetch(name: HubName, progress: Progress) -> Path:
     if file is not None:
         weights = parts_of(file)
         if absent := [part for part in weights if part not in files]:
-            raise CheckpointError(f"{name} lacks {absent[0]}, one of its {len(weights)} parts; choose another file")
+            raise CheckpointError(f"{name} lacks {absent[0]}, one of {len(weights)} parts of the model; choose another file")
     else:
         small = _SMALL_FILES if SINGLE in files else (*_SMALL_FILES, INDEX)
         _download(name, snapshot, {path: files[path] for path in small if path in files})
@@ -183,7 +183,7 @@ def _download(name: HubName, snapshot: Path, files: Mapping[str, HubFile], progr
         if file.sha256 is not None and (found := Part.of(fetched).sha256()) != file.sha256:
             fetched.resolve().unlink()
             fetched.unlink()
-            raise CheckpointError(f"{path} of {name} has the sha256 {found}, the hub's is {file.sha256}; try again")
+            raise CheckpointError(f"{path} of {name} has sha256 {found}, but the hub lists {file.sha256}; try again")
         done += file.size
     if missing and progress:
         progress("fetch", 1.0)
@@ -246,7 +246,7 @@ def _hub_errors(name: HubName) -> Iterator[None]:
         raise CheckpointError(f"{name} cannot be fetched: {_first_line(error)}") from None
     except (errors.HTTPError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
-            failed = f"{name} cannot be stored in {cache_folder()}: {reason(error)}"
+            failed = f"cannot store {name} in {cache_folder()}: {reason(error)}"
             raise CheckpointError(f"{failed}; set HF_HUB_CACHE to another folder") from None
         raise Unreachable(f"{_endpoint()} cannot be reached ({_first_line(error.__cause__ or error)})") from None
 

@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
     output = None if args.output == "-" else Path(args.output)
     is_table(args.output)
     if output is None and args.json:
-        raise PipelineError("--json prints its object on stdout, where the results go; give -o a file")
+        raise PipelineError("--json and the results both use stdout; give a file for the results with -o")
     if output and output.is_dir():
         raise PipelineError(f"output is a directory: {args.output}; give a file")
     if output and args.input != "-" and output.exists() and output.samefile(args.input):
@@ -162,7 +162,7 @@ def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, C
     from castiron.pipelines.text.tokenizer import load_tokenizer
 
     if args.prompt_name or args.dimensions:
-        raise PipelineError("--prompt-name and --dimensions need --embed; add it, or remove them")
+        raise PipelineError("--prompt-name and --dimensions need --embed; add --embed, or remove both options")
     # Each record gets its own seed; this checks the range of --seed.
     unseeded = argparse.Namespace(**vars(args) | {"seed": None})
     sampling, max_tokens = options.sampling_of(unseeded), options.answer_limit(args.max_tokens)

@@ -115,7 +115,7 @@ def check(args: argparse.Namespace) -> None:
     if args.bundle is None and not args.shape:
         raise PipelineError("nothing to measure; give a bundle DIR, --shape NAME, or --kernel with its --shape")
     if args.bundle is not None and args.shape:
-        raise PipelineError(f"--shape and {args.bundle} exclude each other; remove one")
+        raise PipelineError(f"--shape cannot be combined with a bundle: {args.bundle}; remove --shape or the bundle")
     subject = "a kernel" if args.kernel else "a random model" if args.shape else "a compiled bundle"
     for name in NOT_FOR[subject]:
         if getattr(args, name):

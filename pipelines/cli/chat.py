@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
     if args.load:
         chat.load(args.load)
     if sys.stdin.isatty():
-        print_message(f"{bundle.manifest.name}, context {engine.context}, {sampling}; /help lists the commands")
+        print_message(f"{bundle.manifest.name}, context {engine.context}, {sampling}; type /help to list the commands")
     history = None if args.no_history else cache_root() / "chat" / "history"
     return Console(chat, quiet=args.quiet, history=history).run()
 
@@ -143,7 +143,7 @@ class Console:
         if may_command and command in self.run_command:
             self.run_command[command](rest.strip())
         elif may_command and command.startswith("/") and command[1:].isalpha():
-            print_message(f"{command} is not a command{did_you_mean(command, COMMANDS)}; /help lists them")
+            print_message(f"{command} is not a command{did_you_mean(command, COMMANDS)}; type /help to list the commands")
         else:
             self.answer(lambda progress: self.chat.answer(message, progress))
 

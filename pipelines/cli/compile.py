@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
     if manifest.accuracy:
         print_message(f"numerics {args.numerics}, {manifest.accuracy}")
     elif args.numerics == "fast":
-        print_message(f"numerics {args.numerics}: accuracy not measured; run castiron evaluate on a {args.target} machine")
+        print_message(f"numerics {args.numerics}: accuracy not measured; run castiron evaluate on a CPU of this target")
     files, left_out = {name: file.size for name, file in manifest.files.items()}, manifest.source["left_out"]
     tokenizer = "tokenizer.json" in files
     if args.json:
@@ -99,7 +99,7 @@ def replace_module(args: argparse.Namespace) -> int:
         raise PipelineError(f"no such file: {module}; give --module a .vmfb that iree-compile wrote")
     bundle = open_bundle(args.model, run=False)
     if bundle.packed and not args.output:
-        raise PipelineError(f"cannot change a packed bundle: {args.model}; give a directory with -o")
+        raise PipelineError(f"cannot change a packed bundle: {args.model}; write a new bundle with -o DIR")
     made = compiled.replace_module(bundle, module, Path(args.output or args.model))
     custom = made.manifest.compile["custom_module"]
     result = {"bundle": str(made.path), "module": custom["module"], "sha256": custom["sha256"]}

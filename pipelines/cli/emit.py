@@ -78,7 +78,7 @@ def _model(args: argparse.Namespace) -> Module:
     if args.model is None:
         raise PipelineError("nothing to print; give a MODEL, or --kernel with its --shape")
     if args.shape or args.tokens is not None or args.isa:
-        raise PipelineError("--shape, --tokens and --isa need --kernel; add it, or remove them")
+        raise PipelineError("--shape, --tokens and --isa need --kernel; add --kernel, or remove these three")
     options = compile_options(args)
     with Progress() as progress:
         checkpoint = open_source(args.model, options, progress)
@@ -94,7 +94,7 @@ def _kernel(args: argparse.Namespace) -> Module:
 
     options = compile_options(args)
     if args.model or args.function or args.layer is not None:
-        raise PipelineError("--kernel excludes MODEL, --function and --layer; remove them")
+        raise PipelineError("--kernel cannot be combined with MODEL, --function or --layer; remove --kernel or the others")
     if options.lowering != "kernels" or args.weights_as != "parameters":
         raise PipelineError("a kernel has no StableHLO form; remove --lowering and --weights-as")
     if not args.shape:

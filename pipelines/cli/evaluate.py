@@ -186,7 +186,7 @@ def base_of(bundle: Bundle, named: str, context: int, threads: int, checkpoint: 
             raise PipelineError("llama.cpp cannot merge the bundle's adapter; compare with hf or a bundle")
         source = checkpoint_of(bundle, checkpoint, any_format=True)
         if source.is_dir():
-            raise PipelineError(f"llama.cpp reads GGUF files, and {source} is a directory; give a file with --checkpoint")
+            raise PipelineError(f"llama.cpp reads only GGUF files, but {source} is a directory; give one with --checkpoint")
         return named, llama_cpp_rows(source, context, threads)
     other = open_bundle(named)
     tokenizers = [load_tokenizer(each).backend.to_str() for each in (bundle, other) if each.tokenizer]

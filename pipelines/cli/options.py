@@ -164,7 +164,7 @@ def model_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[st
 def note_ignored(args: argparse.Namespace) -> None:
     """Print that -ngl has no effect, if its value is not 0."""
     if getattr(args, "n_gpu_layers", "0") != "0":
-        print_message(f"no effect: -ngl {args.n_gpu_layers}; castiron compile --target vulkan compiles for a GPU")
+        print_message(f"no effect: -ngl {args.n_gpu_layers}; to use a GPU, run castiron compile --target vulkan")
 
 
 def check_models_exist(args: argparse.Namespace) -> None:

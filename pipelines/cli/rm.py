@@ -41,10 +41,10 @@ def main(args: argparse.Namespace) -> int:
     found = paths_of(args.name)
     if not found:
         known = [path.name for path in bundles_at(cache_path("bundles"))]
-        raise PipelineError(f"{args.name}: no such bundle{did_you_mean(args.name, known) or '; castiron list shows them'}")
+        raise PipelineError(f"{args.name}: no such bundle{did_you_mean(args.name, known) or '; castiron list shows bundles'}")
     for path in found:
         if user := process_using(path):
-            raise PipelineError(f"{args.name} is in use by process {user}; end it first")
+            raise PipelineError(f"{args.name} is in use by process {user}; end that process first")
     freed = sum(map(remove, found))
     result = {"removed": list(map(str, found)), "bytes": freed}
     print(json.dumps(result) if args.json else f"{args.name}: {megabytes(freed)} freed")

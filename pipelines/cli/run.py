@@ -131,7 +131,7 @@ def check_prompt(args: argparse.Namespace) -> None:
     if args.words and has_option:
         args.parser.error(f"argument PROMPT ({' '.join(args.words)}): not allowed with -p, -f or --tokens")
     if not has_option and not args.words and os.isatty(STDIN):
-        raise PipelineError("no prompt; give one as an argument or with -p, -f or --tokens; or use castiron chat")
+        raise PipelineError("no prompt; give a prompt as an argument or with -p, -f or --tokens, or use castiron chat")
     if not has_option:
         args.prompt = " ".join(args.words) or "-"
     if args.suffix is not None and (args.system or args.tokens or args.template_arg):
@@ -139,7 +139,7 @@ def check_prompt(args: argparse.Namespace) -> None:
     if args.tokens and (args.system or args.raw):
         raise PipelineError("--system and --raw need a text prompt, not --tokens")
     if args.template_arg and (args.tokens or args.raw):
-        raise PipelineError("--template-arg needs the chat template, which --raw and --tokens do not use; remove one of them")
+        raise PipelineError("--template-arg needs the chat template; remove --template-arg, or remove --raw and --tokens")
 
 
 def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Tokenizer | None, tuple[int, ...]]:

@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
     }  # fmt: skip
     print(json.dumps(result) if args.json else "\n".join(table(result)))
     if changed:
-        print_message(f"no faster tiles are used, because tokens changed with those of {', '.join(result['changed_tokens'])}")
+        print_message(f"no faster tiles are used, because these changed tokens: {', '.join(result['changed_tokens'])}")
     return 0
 
 

@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
     prompts = [(prompt, tokens) for prompt, tokens in gathered if len(tokens) + args.max_tokens - 1 <= context]
     skipped = [prompt.name for prompt, tokens in gathered if len(tokens) + args.max_tokens - 1 > context]
     if not prompts:
-        raise PipelineError(f"every prompt with {args.max_tokens} more tokens exceeds the context of {context}; lower -n")
+        raise PipelineError(f"every prompt plus {args.max_tokens} tokens exceeds the context of {context}; reduce -n")
     source = checkpoint_of(bundle, args.checkpoint)
     session = Session(bundle, threads=args.threads)
     found = []

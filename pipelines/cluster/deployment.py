@@ -256,7 +256,7 @@ class Replica:
 
     def check_health(self) -> None:
         if not self.app.models.healthy:
-            raise RuntimeError("the thread that runs the model has ended")
+            raise RuntimeError("health check failed: the thread that runs the model has ended; Ray Serve restarts the replica")
 
     def __del__(self) -> None:
         if hasattr(self, "app"):

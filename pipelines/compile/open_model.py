@@ -49,7 +49,7 @@ def open_or_compile(
     path = model.path if isinstance(model, Bundle) else Path(model).expanduser()
     if is_bundle(model):
         if options is not None:
-            raise PipelineError(f"options given for a bundle: {path} is compiled already; give its checkpoint")
+            raise PipelineError(f"options given for a compiled bundle: {path}; give the checkpoint instead")
         return open_bundle(model if isinstance(model, Bundle) else path, full_check=full_check)
     from castiron.pipelines.checkpoints.catalogue import canonical_name
     from castiron.pipelines.compile.compiler import existing
@@ -125,8 +125,8 @@ def require_cpu(bundle: Bundle, command: str) -> Bundle:
     """Return the bundle; PipelineError, with the name of `command`, if it is compiled for a GPU."""
     if bundle.manifest.target.driver:
         raise PipelineError(
-            f"castiron {command} measures CPU kernels, and this bundle is compiled for a GPU: {bundle.path}; "
-            "compile it without --target"
+            f"castiron {command} measures CPU kernels, but this bundle is compiled for a GPU: {bundle.path}; "
+            "compile the model without --target"
         )
     return bundle
 

@@ -52,7 +52,7 @@ class Options:
         if not self.lowering:
             object.__setattr__(self, "lowering", GPU_LOWERING if is_gpu(self.target) else "kernels")
         if self.lowering == ("kernels" if is_gpu(self.target) else GPU_LOWERING):
-            raise EmitError(f"lowering {self.lowering!r} does not support the target {self.target}; change one of them")
+            raise EmitError(f"lowering {self.lowering!r} does not support target {self.target}; change one of the two")
         known = {"weights": WEIGHTS, "numerics": NUMERICS, "cache": STORAGE, "lowering": LOWERINGS}
         for name, allowed in known.items():
             if getattr(self, name) not in allowed:

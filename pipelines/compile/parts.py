@@ -172,7 +172,7 @@ def _matmul(name: str, asked: KernelRequest) -> Kernel:
     matmul = replace(matmul, numerics=numerics_of(matmul, isa, fast, draft))
     if fast and matmul.numerics not in FAST:
         case = f"{matmul.tokens} tokens, {matmul.experts} experts and {matmul.codec}"
-        raise ValueError(f"--numerics {asked.numerics} has no kernel on {isa.name} for {case}; leave it out")
+        raise ValueError(f"--numerics {asked.numerics} has no kernel on {isa.name} for {case}; remove --numerics")
     return kernel_of(matmul, isa, asked.threads)
 
 

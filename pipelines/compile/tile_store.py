@@ -69,7 +69,7 @@ def read_findings() -> tuple[Finding, ...]:
     try:
         value = json.loads(path.read_bytes())
         if not isinstance(value, dict) or value.get("schema") != SCHEMA:
-            raise RecordError(f"its schema is not {SCHEMA}")
+            raise RecordError(f"the schema is not {SCHEMA}")
         return from_json(_Store, value).findings
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return ()
@@ -109,4 +109,4 @@ def tiles_for(matmul: Matmul, tuned: TileFields, isa: Isa, threads: int) -> Tile
         kernel_of(matmul, isa, threads, tiles)
         return tiles
     except ValueError as error:
-        raise PipelineError(f"{store_path()} has invalid tiles ({error}); delete it, or compile with --no-tuned") from None
+        raise PipelineError(f"{store_path()} has invalid tiles: {error}; delete the file, or compile with --no-tuned") from None

@@ -183,7 +183,7 @@ class PrefixStore:
             try:
                 state = read_head(path)
                 if state.bundle != self.bundle:
-                    raise StateError(f"{path} is a state of another bundle; delete it")
+                    raise StateError(f"{path} is a state of another bundle; delete the file")
                 self._known[name] = state
             except (StateError, OSError) as error:
                 self._reject(path, error)
@@ -193,12 +193,12 @@ class PrefixStore:
         # Another process may have removed the file for space.
         if not isinstance(error, FileNotFoundError):
             self._rejected.add(path.name)
-            print_message(f"{error}; its tokens are read again")
+            print_message(f"{error}; castiron computes these tokens again")
 
     def _write(self, tokens: np.ndarray, rows: Sequence[np.ndarray]) -> int:
         if (size := file_bytes(tokens, rows)) > self.max_bytes:
             print_message(
-                f"a state of {len(tokens)} tokens takes {megabytes(size)}, more than --prefix-cache-size; it is not stored"
+                f"a state of {len(tokens)} tokens takes {megabytes(size)}, over --prefix-cache-size; the state is not stored"
             )
             return 0
         name = hashlib.sha256(tokens.tobytes()).hexdigest()[:32] + SUFFIX

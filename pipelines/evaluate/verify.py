@@ -80,7 +80,7 @@ def _prompt(line: str, where: str) -> Prompt:
         raise PipelineError(f"{where} has the unknown key {unknown[0]!r}; use name, prompt, tokens or raw")
     are_ids = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
     if not isinstance(text, str) or not are_ids or bool(text) == bool(tokens):
-        raise PipelineError(f'{where} needs either "prompt", a text, or "tokens", a list of ids; give one of them')
+        raise PipelineError(f'{where} must have either "prompt" (a text) or "tokens" (a list of ids)')
     name = str(value.get("name") or text[:40] or f"{len(tokens)} tokens")
     return Prompt(name, text, value.get("raw") is True, tuple(tokens))
 
@@ -175,7 +175,7 @@ def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str
         return None
     path = Path(recorded["path"])
     if sha256(path) != recorded["sha256"]:
-        raise PipelineError(f"{what} of {bundle.path} is missing or has changed: {path}; compile again with it")
+        raise PipelineError(f"{what} of {bundle.path} is missing or has changed: {path}; compile the bundle again")
     return path
 
 

@@ -86,7 +86,7 @@ class ModelPool:
         chosen = next((names for names in zip(*known) if len({*names}) == len(names)), None)
         if bundles and chosen is None:
             own = ", ".join(names[0] for names in known)
-            raise PipelineError(f"two of the models {own} have the same name; rename one of them")
+            raise PipelineError(f"two models have the same name: {own}; rename one model")
         self.models = [
             ServedModel(name, {*names}, bundle.manifest, bundle.chat_template, partial(open, bundle, [name, *names]))
             for bundle, name, names in zip(bundles, chosen or (), known)

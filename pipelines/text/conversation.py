@@ -177,4 +177,4 @@ class Chat:
             return
         except (StateError, OSError) as error:
             shown = error if isinstance(error, StateError) else f"{state}: {error.strerror}"
-            print_message(f"{shown}; the conversation is read again")
+            print_message(f"{shown}; castiron computes the conversation again")

@@ -125,7 +125,7 @@ class GrammarConstraint:
         reason = next(iter(self._matcher.get_error().splitlines()), "")
         # llguidance returns a single word for a regular end, and text for an error.
         reason = reason if " " in reason else "no token of this model fits"
-        return ConstraintError(f"the grammar cannot be followed any further: {reason}")
+        return ConstraintError(f"no allowed next token in the grammar: {reason}")
 
 
 class GrammarError(PipelineError):
@@ -204,7 +204,7 @@ class Grammars:
         try:
             text = json.dumps(given[kind])
             if len(text) > MAX_CHARACTERS:
-                raise GrammarError(kind, f"it has {len(text)} characters; the limit is {MAX_CHARACTERS}")
+                raise GrammarError(kind, f"the text has {len(text)} characters; the limit is {MAX_CHARACTERS}")
             definition = self._definition(kind, text, compact_json)
         except LimitExceeded as error:
             raise GrammarError(kind, f"too complex: {error}; simplify it") from None

@@ -265,7 +265,7 @@ def text_request(
     if tokenizer is None:
         if stop_strings or grammar:
             option = "a grammar" if grammar else "stop strings (--stop)"
-            raise PipelineError(f"{option} needs a tokenizer, and this model has none; leave it out")
+            raise PipelineError(f"{option} needs a tokenizer, but this model has none; remove {option}")
         return Request(prompt, context, constraint=constraint, **options)
     if grammar:
         # Harmony writes tool calls to another channel than answers, so they need other marks.

@@ -142,7 +142,7 @@ class Tokenizer:
         text, found, _ = rendered.partition(CUT)
         if not found:
             raise PipelineError(
-                "this model's chat template leaves out the last message, so it cannot be continued; ask for a new answer"
+                "this model's chat template leaves out the last message; the model cannot continue it; ask for a new answer"
             )
         return self._encode_rendered(text, mark)
 

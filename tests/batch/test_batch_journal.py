@@ -108,7 +108,7 @@ def test_rejects_invalid_outputs(path, tmp_path, capsys):
     (tmp_path / "folder.jsonl").mkdir()
     assert "is a directory" in refused(str(source), "-o", str(tmp_path / "folder.jsonl"))
     assert "unknown file name extension" in refused(str(source), "-o", "out.csv")
-    assert "give -o a file" in refused(str(source), "-o", "-", "--json")
+    assert "give a file for the results with -o" in refused(str(source), "-o", "-", "--json")
     assert "--embed" in refused(str(source), "-o", str(out), "--dimensions", "3")
 
 

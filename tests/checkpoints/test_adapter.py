@@ -139,7 +139,7 @@ def test_a_changed_adapter_makes_a_new_bundle(base, copy, tmp_path):
     assert compile_model(base, tmp_path / "out", options).up_to_date
     tensors = {name: tensor * 2 for name, tensor in load_file(copy / "adapter_model.safetensors").items()}
     save_file(tensors, copy / "adapter_model.safetensors")
-    with pytest.raises(PipelineError, match="is missing or has changed: .*; compile again"):
+    with pytest.raises(PipelineError, match="is missing or has changed: .*; compile the bundle again"):
         adapter_of(bundle)
     assert not compile_model(base, tmp_path / "out", options).up_to_date
 
@@ -183,9 +183,12 @@ def test_rejects_folders_without_an_adapter(base, copy):
 @pytest.mark.parametrize(
     ("change", "expected_message"),
     [
-        (lambda t: t.popitem(), "only one of the two matrices"),
+        (lambda t: t.popitem(), "only one of the two LoRA matrices"),
         (lambda t: t.update({"base_model.model.x.lora_magnitude_vector": torch.ones(3)}), "not a plain LoRA matrix"),
-        (lambda t: t.update({"base_model.model.model.x.lora_A.weight": torch.ones(3)}), "is not a matrix; merge it with peft"),
+        (
+            lambda t: t.update({"base_model.model.model.x.lora_A.weight": torch.ones(3)}),
+            "has 1 dimensions, not 2; merge the adapter with peft",
+        ),
     ],
 )
 def test_rejects_tensors_that_are_not_lora(copy, change, expected_message):
@@ -210,7 +213,7 @@ def test_rejects_the_adapter_of_a_different_model(base, adapter, tmp_path):
 def test_rejects_changes_of_a_tied_head(base, tmp_path):
     tied = tiny.tiny_model("llama", tmp_path / "tied", tie_word_embeddings=True)
     adapter = open_adapter(train(tied, tmp_path / "lora", target_modules=["q_proj", "embed_tokens"], r=2))
-    with pytest.raises(CheckpointError, match="adapts model.embed_tokens.weight, which is both"):
+    with pytest.raises(CheckpointError, match="adapts model.embed_tokens.weight, which is shared by embedding and"):
         merge(open_checkpoint(tied), adapter)
     plain = train(tied, tmp_path / "plain", target_modules=["q_proj"], r=2)
     tensors = load_file(plain / "adapter_model.safetensors")

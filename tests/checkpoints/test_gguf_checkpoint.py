@@ -128,7 +128,7 @@ def test_a_model_in_parts_is_opened_by_its_first(tmp_path):
 
 
 INVALID_METADATA = {
-    ("general.architecture", "mamba"): "has a mamba model",
+    ("general.architecture", "mamba"): "has the unsupported architecture mamba",
     ("llama.attention.clamp_kqv", 8.0): "llama.attention.clamp_kqv",
     ("llama.block_count", 0): "llama.block_count is 0",
     ("llama.block_count", "two"): "is 'two'",

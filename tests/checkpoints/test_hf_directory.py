@@ -133,7 +133,7 @@ BAD_DIRECTORIES = {
             shutil.copy(d / "model.safetensors", d / "b.safetensors"),
             _sharded(d, {"model.norm.weight": "a.safetensors", "model.embed_tokens.weight": "b.safetensors"}),
         ),
-        "which another shard has too",
+        "which is also in another shard",
     ),
     **{
         name: (lambda d, data=data: (d / "model.safetensors").write_bytes(data), "/model.safetensors")

@@ -37,7 +37,7 @@ def asked(folder) -> list[str]:
 
 def test_keys_edit_the_line_and_ctrl_c_stops_an_answer(path, tmp_path):
     with Terminal("chat", str(path), "-n", "20", CASTIRON_CACHE=str(tmp_path)) as terminal:
-        terminal.wait_for("/help lists the commands")
+        terminal.wait_for("type /help to list the commands")
         terminal.prompt()
         # The cursor goes left, over what was typed, and x becomes b.
         terminal.type("xc\x1b[D\x1b[D\x1b[3~b\r")

@@ -203,7 +203,7 @@ def test_habits_of_llama_cpp_and_ollama_work(bundle, capsys):
     plain, habitual = (json.loads(line)["tokens"] for line in out.splitlines())
     assert plain == habitual and not err
     assert cli.main(["run", f"--model={bundle}", "a", "-n", "1", "--n-gpu-layers", "99"]) == 0
-    assert "no effect: -ngl 99; castiron compile --target vulkan compiles for a GPU" in capsys.readouterr().err
+    assert "no effect: -ngl 99; to use a GPU, run castiron compile --target vulkan" in capsys.readouterr().err
     for argv, message in (
         (["run", "-m"], "argument -m: expected a model"),
         (["rnu"], "unknown command: rnu; did you mean run?"),

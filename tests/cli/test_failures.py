@@ -147,7 +147,7 @@ def test_list_and_rm_know_the_bundles_of_the_cache(bundle, tmp_path, monkeypatch
         assert result["removed"] == list(map(str, gone)) and result["bytes"] > 1000
     assert list(cached.iterdir()) == list(fetched.parent.iterdir()) == [] and os.listdir("mine") == ["notes"]
     assert cli.main(["rm", "mine"]) == 1
-    assert "mine: no such bundle; castiron list shows them" in complaint(capsys)
+    assert "mine: no such bundle; castiron list shows bundles" in complaint(capsys)
 
 
 def test_list_shows_catalogue_and_bundles(bundle, tmp_path, monkeypatch, capsys):

@@ -133,7 +133,7 @@ def test_a_custom_module_runs_and_inspect_names_it(made, mine, checkpoint, tmp_p
 def test_a_packed_bundle_becomes_a_directory(made, mine, tmp_path, capsys):
     pack_bundle(open_bundle(made / "out"), tmp_path / "one.castiron")
     argv = ["compile", str(tmp_path / "one.castiron"), "--module", str(mine)]
-    assert "give a directory with -o" in error(capsys, *argv)
+    assert "write a new bundle with -o DIR" in error(capsys, *argv)
     assert cli.main([*argv, "-o", str(tmp_path / "out")]) == 0
     assert tokens(tmp_path / "out") == tokens(made / "out")
     before, after = open_bundle(made / "out").manifest, open_bundle(tmp_path / "out", full_check=True).manifest

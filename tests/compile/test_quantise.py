@@ -167,14 +167,12 @@ def refused(model: Path, out: Path, expected_message: str, **options) -> None:
 def test_rejects_models_that_gguf_cannot_express(smollm2, tmp_path):
     out = tmp_path / "out.gguf"
     scaled = tiny.tiny_model("gemma2", tmp_path / "scaled", query_pre_attn_scalar=20)
-    refused(
-        scaled, out, "a gemma2 model that cannot be written as GGUF, because its .* would differ when the file is read; convert"
-    )
+    refused(scaled, out, "a gemma2 model that cannot be written as GGUF, because GGUF cannot store its .*; convert")
     sliding = tiny.tiny_model("mistral", tmp_path / "sliding", sliding_window=24)
     refused(
         sliding,
         out,
-        "a mistral model that cannot be written as GGUF, because its windows would differ when the file is read; convert",
+        "a mistral model that cannot be written as GGUF, because GGUF cannot store its windows; convert",
     )
     model = tiny.tiny_model("llama", tmp_path / "model")
     content = {**smollm2.tokenizer, "model": {"type": "WordLevel", "vocab": {"<unk>": 0}, "unk_token": "<unk>"}}
@@ -186,9 +184,9 @@ def test_rejects_models_that_gguf_cannot_express(smollm2, tmp_path):
         "pretokenizers": [split, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}],
     }
     (model / "tokenizer.json").write_text(json.dumps({**smollm2.tokenizer, "pre_tokenizer": steps}))
-    refused(model, out, "has a pre-tokenizer that llama.cpp has no name for")
+    refused(model, out, "llama.cpp has no name for its pre-tokenizer")
     (model / "tokenizer.json").write_text(json.dumps({**smollm2.tokenizer, "normalizer": {"type": "Lowercase"}}))
-    refused(model, out, "cannot be written as GGUF: its tokenizer would then split text differently")
+    refused(model, out, "cannot be written as GGUF: the tokenizer in the GGUF file would split text differently")
 
 
 def test_errors_are_one_line_and_leave_no_file(tmp_path, monkeypatch):

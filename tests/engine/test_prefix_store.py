@@ -208,12 +208,12 @@ def test_reports_a_damaged_state_and_reads_the_prompt_again(llama, tmp_path, cap
         path.write_bytes(complete[:location] + bytes([complete[location] ^ 1]) + complete[location + 1 :])
         assert generate_from(Session(program), stored(llama, tmp_path), TOKENS) == (0, expected), location
         # A changed token is the token of another prompt, so nothing is reported.
-        assert location == 300 or "are read again" in capsys.readouterr().err, location
+        assert location == 300 or "computes these tokens again" in capsys.readouterr().err, location
         path.unlink(missing_ok=True)
     for wrong in (complete[:-64], complete + bytes(64), complete[:200], b""):
         path.write_bytes(wrong)
         assert generate_from(Session(program), stored(llama, tmp_path), TOKENS) == (0, expected)
-        assert "are read again" in capsys.readouterr().err
+        assert "computes these tokens again" in capsys.readouterr().err
         assert path.read_bytes() == complete, "the state is written again"
 
 
@@ -226,7 +226,7 @@ def test_rejects_a_state_of_a_different_bundle(compiled, llama, tmp_path, capsys
     others.folder.mkdir()
     os.rename(path, others.folder / path.name)
     assert read(Session(compiled, 1), stored(compiled, tmp_path), TOKENS) == 0
-    assert "is a state of another bundle; delete it; its tokens are read again" in capsys.readouterr().err
+    assert "is a state of another bundle; delete the file; castiron computes these tokens again" in capsys.readouterr().err
 
 
 def test_states_depend_on_the_program_and_the_weights(llama):
@@ -313,7 +313,7 @@ def test_a_saved_chat_continues_with_its_state(llama, tmp_path, capsys):
     data[-1] ^= 1
     state.write_bytes(data)
     damaged.load(location)
-    assert "the conversation is read again" in capsys.readouterr().err and damaged.engine.position == 0
+    assert "castiron computes the conversation again" in capsys.readouterr().err and damaged.engine.position == 0
     assert asked(damaged, "And now?")[0] == expected[0]
     chat().save(location)
     assert not state.exists(), "a conversation without a state removes an older one"

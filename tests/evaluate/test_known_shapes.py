@@ -173,7 +173,7 @@ def test_bench_measures_a_shape(tiny, monkeypatch, tmp_path, capsys):
         (["--shape", "tiny", "--checkpoint", "x"], "--checkpoint does not apply to a random model"),
         (["--shape", "tiny", "--context", "0"], "--context is 0"),
         (["--shape", "tiny", "--context", "100"], "--prompt, --gen and --depth need 512 positions"),
-        ([".", "--shape", "tiny"], "--shape and . exclude each other"),
+        ([".", "--shape", "tiny"], "--shape cannot be combined with a bundle: ."),
         ([".", "--codec", "q4_k"], "--codec does not apply to a compiled bundle"),
         (["--kernel", "gemm"], "--kernel gemm needs --shape"),
     ],

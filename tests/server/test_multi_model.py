@@ -196,7 +196,7 @@ async def test_a_model_that_cannot_be_opened_is_an_error_of_its_requests_only(pa
         assert await client.generate("tiny") == reference.generate(RENDERED, 12) and await client.loaded() == [True, False]
     same = tmp_path / "tiny"
     shutil.copytree(paths[0], same)
-    with pytest.raises(PipelineError, match="have the same name; rename one"):
+    with pytest.raises(PipelineError, match="two models have the same name: .*; rename one"):
         ModelPool([open_bundle(paths[0]), open_bundle(same)], Doors(), keep=1.0)
 
 

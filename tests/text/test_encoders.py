@@ -328,13 +328,13 @@ def test_reads_or_rejects_module_configs(qwen, tmp_path):
         (pooling, lambda _: {"pooling_mode": "max"}, "the pooling mode is max"),
         (pooling, lambda _: {"pooling_mode": "mean", "include_prompt": False}, "include_prompt is false"),
         (modules, lambda value: value.append(dense), "unsupported module Dense"),
-        (modules, lambda value: value.pop(0), "it must begin with Transformer and Pooling"),
-        (modules, lambda value: value.insert(2, dense), "no config.json, but modules.json names it"),
+        (modules, lambda value: value.pop(0), "castiron supports only Transformer, then Pooling"),
+        (modules, lambda value: value.insert(2, dense), "no config.json, but modules.json lists this folder"),
         (modules, lambda value: value.insert(2, dense | {"path": ".."}), "lacks a valid type or path"),
         (
             "config_sentence_transformers.json",
             lambda value: value.update(default_prompt_name="q"),
-            "has no prompt 'q', its default_prompt_name",
+            "has default_prompt_name 'q', but no such prompt",
         ),
     ):
         with pytest.raises(CheckpointError, match=why):
