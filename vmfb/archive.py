@@ -103,9 +103,9 @@ def changed_file(path: Part | Path) -> BundleError:
 
 
 class _Reader(io.BufferedReader):
-    """A file reader for zipfile that rejects a large zip directory.
+    """A file reader for zipfile that rejects an archive with a large central directory.
 
-    zipfile would read the complete directory into memory.
+    zipfile would read the complete central directory into memory.
     """
 
     def read(self, size: int | None = -1, /) -> bytes:

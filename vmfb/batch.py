@@ -22,9 +22,9 @@ Span = tuple[int, int]
 class Cover:
     """Finds the cheapest decode calls that append one token to each of the given slots.
 
-    A slot holds one sequence. A call of width w decodes a token in each of w adjacent slots; its
-    first slot is a multiple of w. If several plans have the lowest cost, the plan with the fewest
-    calls is used, then the plan with the smallest total width.
+    A slot holds one sequence. A call of width w decodes a token in each of w adjacent slots; the
+    index of the first of these slots is a multiple of w. If several plans have the lowest cost, the
+    plan with the fewest calls is used, then the plan with the smallest total width.
     """
 
     def __init__(self, size: int, costs: Mapping[int, float]):
@@ -137,9 +137,9 @@ class Batch:
         return {slot: found[slot - first] for slot in taken}
 
     def _save_logits(self, call: Call, stepped: Collection[int]) -> None:
-        """Copy logits from the results of `call`, which its next run overwrites.
+        """Copy the logits of `call` for later use, because its next run overwrites them.
 
-        stepped: slots that get a new token; their old logits are not copied.
+        stepped: slots that get a token in the next run; their old logits are not copied.
         """
         for slot, session in enumerate(self.slots):
             if slot not in stepped and isinstance(session._last, Row) and session._last.call is call:

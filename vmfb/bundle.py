@@ -255,7 +255,10 @@ def _marks(parts: Mapping[str, Part], manifest: Manifest) -> dict[str, list[int]
 
 
 def _stamp(path: Path, data: bytes) -> Path:
-    """Return the cache path for the `_marks` of a verified bundle; data: bytes of manifest.json."""
+    """Return the path of the cache file that records that the bundle at `path` was verified.
+
+    data: bytes of manifest.json.
+    """
     return cache_root() / "verified" / f"{hashlib.sha256(data + os.fsencode(os.path.realpath(path))).hexdigest()}.json"
 
 

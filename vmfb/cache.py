@@ -88,7 +88,7 @@ def cache_folder(kind: str) -> Path:
 
 
 def keep(path: Path, data: bytes) -> bool:
-    """Write the file `path` in the cache; return whether that succeeded, else print the reason."""
+    """Write the file `path` in the cache; on failure, print the reason and return False."""
     try:
         write_file(path, data)
         return True

@@ -214,7 +214,7 @@ def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> 
 
 
 def _prune(store: Path) -> None:
-    """Remove all but the newest results (`MAX_CACHE_BYTES`) and failures (`MAX_FAILURES`)."""
+    """Remove the oldest results beyond `MAX_CACHE_BYTES`, and failures beyond `MAX_FAILURES`."""
     with contextlib.suppress(OSError):
         total = 0
         for path in _newest_first(store.glob("*.vmfb")):

@@ -101,8 +101,8 @@ def _create(threads: int) -> rt.HalDevice:
 def _pinned_cpus(threads: int) -> list[int]:
     """Return the CPU to which each worker is pinned; an empty list pins no worker.
 
-    Workers are pinned only if there is one for every CPU, because Linux sometimes runs two on one
-    CPU.
+    Without pinning, Linux sometimes runs two workers on one CPU. Workers are pinned only if there
+    is one for every CPU.
     """
     cpus = _cpus()
     return cpus if threads == len(cpus) else []

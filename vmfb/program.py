@@ -335,7 +335,8 @@ _others: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictio
 def release_at_exit(owner: Any, *attributes: str) -> None:
     """Set `attributes` of `owner` to None, in this order, when the process exits.
 
-    This frees objects of the runtime. Name results of calls before their device.
+    This frees objects of the runtime. Attributes with results of calls must come before the
+    attribute with the device.
     """
     _others[owner] = attributes
 

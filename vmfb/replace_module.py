@@ -25,7 +25,7 @@ def replace_module(bundle: Bundle, module: Path, out: Path) -> Bundle:
     linked or copied. The manifest records the new module in `compile.custom_module`; measurements
     of the old modules are dropped. Raise BundleError if this runtime cannot read the new module, if
     a function is missing or has other types, or if the weights file lacks a parameter of the
-    module. The last is checked only if this machine can run the bundle.
+    module. The parameters are checked only if this machine can run the bundle.
     """
     _check_module(module, bundle.manifest)
     old = bundle.manifest

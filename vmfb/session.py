@@ -28,9 +28,9 @@ class Session:
 
     Attributes:
         position: the number of tokens in the states, which is the position of the next token.
-        chunked_tokens: number of tokens, from position 0 on, that full prefill calls of width
-            `widest` appended. If such calls appended equal tokens to two sessions, the states of
-            the sessions have the same bits.
+        chunked_tokens: number of tokens, from position 0 on, that the widest prefill function
+            appended in calls without padding. Equal tokens that are appended in this way give
+            states with the same bits.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class Session:
     def verify(self, tokens: Sequence[int]) -> list[int]:
         """Append `tokens` in one call; return the argmax after each token, or -1 for NaN logits.
 
-        Raise SessionError, before any work, if the tokens are invalid, do not fit in the context,
-        or are more than the widest verify function takes.
+        Raise SessionError, before any work, if no verify function takes this number of tokens, or
+        if the tokens are invalid or do not fit in the context.
         """
         if len(tokens) not in self._verify:
             if not self._verify:
@@ -276,7 +276,7 @@ class Session:
     def begins(self, tokens: int, position: int) -> bool:
         """Return whether another session can start at `position` with the data of `rows(tokens)`.
 
-        tokens: this session's position when `rows` is called; at least `position`.
+        tokens: number of tokens in this session when `rows` is called; at least `position`.
         """
         return all(state.begins(tokens, position) for state in self._states)
 

@@ -48,7 +48,10 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def staging_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`; files that shall stay must be renamed out of it."""
+    """Yield a temporary folder beside `path`, which is removed when the block ends.
+
+    To keep a file or the folder itself, rename it to another path before the end.
+    """
     with _staging(path) as staging:
         (staging / _NEW).mkdir()
         yield staging / _NEW

@@ -2,9 +2,10 @@
 
 - positional `[layers, context, ...]`: row p belongs to position p. A sequence never reads rows past
   its position. So it can go back at no cost, and the state of any earlier position can be copied.
-- window `[layers, n, ...]`: a ring buffer of n rows; position p is in row p mod n. The next token
-  attends to itself and to the last `window - 1` positions. After the ring has wrapped, a sequence
-  can go back by at most `n - window + 1` tokens without a snapshot.
+- window `[layers, n, ...]`: a ring buffer of n rows; position p is in row p mod n. `window` is the
+  size of the attention window: a token attends to itself and to the last `window - 1` positions.
+  After the ring has wrapped, a sequence can go back by at most `n - window + 1` tokens without a
+  snapshot.
 - recurrent `[layers, ...]`: every token overwrites the state; without a snapshot, a sequence can
   go back to position 0 only.
 """

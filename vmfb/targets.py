@@ -166,7 +166,7 @@ def missing_features(target: Target) -> tuple[str, ...]:
     """Return LLVM's names of the features that `target` needs and this CPU lacks.
 
     If this machine has another architecture, return the name of the target's architecture. For a
-    GPU, return the name of its driver: this function does not look for GPUs.
+    GPU target, always return the name of its driver: this function does not look for GPUs.
     """
     if target.driver or target.arch != host_arch():
         return (target.driver or target.arch,)

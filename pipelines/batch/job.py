@@ -189,7 +189,7 @@ def arranged(works: Iterable[Work]) -> list[Work]:
 
 
 def open_records(path: str) -> Records:
-    """Return the records of a file, or of stdin for "-"; PipelineError for another extension."""
+    """Return the records of a file, or of stdin for "-"; PipelineError for other extensions."""
     if is_table(path):
         from castiron.pipelines.batch.parquet import Table
 

@@ -129,7 +129,7 @@ class BatchActor:
         self.answer: Answer | None = None
 
     def has_bundle(self) -> bool:
-        """Return whether the job's bundle exists on this node, at the same path."""
+        """Return whether this node has the job's bundle at the path that the job was given."""
         try:
             return dump(open_bundle(self.path, run=False).manifest) == self.manifest
         except (BundleError, OSError):

@@ -91,7 +91,7 @@ def _fetched(key: str, source: str, fetch: Callable[[Path], Any]) -> Bundle:
 
     If it is not cached, `fetch(path)` first writes it to `path`. If the bundle is invalid, it is
     removed from the cache, and BundleError is raised.
-    source: what error messages call the bundle.
+    source: path or URL of the bundle, for error messages.
     """
     path = cache_folder("fetched") / key
     lock = path.with_name(f".{key}.lock")

@@ -196,7 +196,7 @@ class Engine:
                 path.unlink(missing_ok=True)
 
     def load_state(self, path: Path) -> None:
-        """Load a file that `save_state` wrote into the prefix cache.
+        """Read a file that `save_state` wrote, and put its states into the prefix cache.
 
         Raises StateError if the file belongs to another bundle.
         """

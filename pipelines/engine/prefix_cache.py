@@ -1,4 +1,4 @@
-"""The prefix cache, which finds the slot whose states (KV cache) contain most of a prompt."""
+"""The prefix cache, which finds the slot whose states (KV cache) have a prompt's longest prefix."""
 
 from __future__ import annotations
 
@@ -57,7 +57,11 @@ class PrefixCache:
     """
 
     def __init__(self, sessions: Sequence, store: PrefixStore | None = None, score_width: int = 1):
-        """Create an empty cache. score_width: tokens per call for log-probabilities of a prompt."""
+        """Create an empty cache.
+
+        score_width: number of tokens in each model call that computes log-probabilities of a
+        prompt.
+        """
         self.sessions, self.store, self.score_width = sessions, store, score_width
         self.tokens = np.zeros((len(sessions), sessions[0].context), np.int32)
         self.scores: list[list[Score]] = [[] for _ in sessions]
@@ -68,9 +72,9 @@ class PrefixCache:
     def cached_in(self, prompt: np.ndarray, slot: int, top: int | None = None) -> int:
         """Return how many of the first tokens of `prompt`, i32 [n], can be reused from a slot.
 
-        `top`: `prompt_logprobs` of the request. If given, a token is reused only if its
-        log-probability and those of the `top` most probable tokens are cached, and the result is a
-        multiple of `score_width`.
+        `top`: `prompt_logprobs` of the request, or None. If it is a number, a token can be reused
+        only if its log-probability and those of the `top` most probable tokens are cached, and
+        `scored_positions` limits the number of tokens.
         """
         session, scores = self.sessions[slot], self.scores[slot]
         found = common_prefix(self.tokens[slot, : session.position], prompt)
@@ -82,13 +86,14 @@ class PrefixCache:
     def scored_positions(self, cached: int) -> int:
         """Return how many of `cached` tokens a request with prompt_logprobs can reuse.
 
-        Only complete calls of `score_width` tokens are reused. The call that read the last cached
-        token is repeated, because its logits are not cached.
+        Such a request reads its prompt in calls of `self.score_width` tokens, and reuses only the
+        tokens of complete calls. The call with the last cached token is repeated, because the
+        logits after this token are not cached.
         """
         return max(0, cached - 1) // self.score_width * self.score_width
 
     def longest(self, prompt: np.ndarray, top: int | None = None) -> int:
-        """Return how many tokens of `prompt` `take` can reuse; `top`: as in `cached_in`."""
+        """Return how many tokens of `prompt` can be reused; `top`: as in `cached_in`."""
         return max(*self._cached(prompt, top), self._on_disk(prompt, top))
 
     def fetching(self, prompt: np.ndarray, top: int | None = None) -> bool:
@@ -100,14 +105,17 @@ class PrefixCache:
         return [self.cached_in(prompt, slot, top) for slot in range(len(self.sessions))]
 
     def _on_disk(self, prompt: np.ndarray, top: int | None) -> int:
-        """Return how many tokens of `prompt` the store has; it has none with log-probabilities."""
+        """Return how many tokens of `prompt` the store on disk has.
+
+        Returns 0 if `top` is given, because the store has no log-probabilities.
+        """
         return self.store.lookup(self.sessions[0], prompt) if self.store and top is None else 0
 
     def take(self, prompt: np.ndarray, free: Collection[int], top: int | None = None) -> tuple[int, int]:
         """Prepare a slot for `prompt`; return (slot, number of the prompt's tokens in its states).
 
-        `free`: the slots to choose from. The states are copied from another slot, or read from the
-        store, if it has more of the prompt's first tokens.
+        `free`: the slots to choose from. If another slot or the store on disk has a longer prefix
+        of the prompt than the chosen slot, its states are copied to the chosen slot.
         """
         cached = self._cached(prompt, top)
         best = max(cached)

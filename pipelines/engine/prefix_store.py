@@ -129,7 +129,7 @@ class PrefixStore:
         return self._writable and any(position > start for position in self._positions(session, prompt))
 
     def save(self, session: Session, tokens: np.ndarray) -> Future:
-        """Store the state of `session` after `tokens` in another thread.
+        """Store the state that `session` had after reading `tokens`; another thread writes it.
 
         The future's result is the size of the file in bytes, or 0 if it was not written.
         """

@@ -184,8 +184,8 @@ class Request:
             repetition_stop: whether a repetition loop ends the request.
             top_logprobs: number of most probable tokens to report for each token of the answer;
                 None for no log-probabilities, not even those of the answer's tokens.
-            prompt_logprobs: the same number for the tokens of the prompt, whose values are in
-                `scores`. If given, max_tokens may be 0, and the events report the stop token.
+            prompt_logprobs: number of most probable tokens to store in `scores` for each token of
+                the prompt. If given, max_tokens may be 0, and the events report the stop token.
             output: converts tokens to events; by default a TokenOutput.
             client: name of the client; clients get equal shares of the slots.
             priority: requests with a lower number run first.

@@ -77,8 +77,8 @@ class Scheduler:
         store: store on disk for the states of prefixes.
         draft: draft model for speculative decoding.
         ngrams: whether to speculate that the text repeats earlier text (prompt lookup).
-        fill_slots: whether a turn reads all prompts that have or can get a slot, in the widest
-            chunks, before it decodes.
+        fill_slots: whether a turn reads the prompts of all requests that have a slot or can get
+            one, in chunks of the maximum width, before it decodes.
     """
 
     def __init__(

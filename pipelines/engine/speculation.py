@@ -38,7 +38,7 @@ PASSES = 8
 
 
 def match_kind(length: int) -> int:
-    """Return the index in `FOLLOWED` for a match of `length` tokens."""
+    """Return the index in the table `FOLLOWED` of hit rates, for a match of `length` tokens."""
     return min(length, MAX_MATCH).bit_length() - 2
 
 

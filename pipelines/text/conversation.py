@@ -33,7 +33,7 @@ class Chat:
     """A conversation: its messages, and the engine that answers them.
 
     A turn is a user message and its answer. Every turn renders all messages, and the model reads
-    only the tokens that differ from those in the cache.
+    only the tokens after the prefix that is in the cache.
 
     Attributes:
         messages: {"role", "content"} each, the system message first if there is one.

@@ -214,10 +214,11 @@ def _with_ids(text: str) -> str:
 
 
 def _without_turn(text: str, ends: Sequence[str], tail: str, marks: Marks) -> str:
-    """Return an assistant's text without the reasoning before calls and the end of the turn.
+    """Return an assistant's text with calls, without the reasoning and the end of the turn.
 
-    ends: texts that end a turn. tail: the text after an answer without calls; removed if none of
-    `ends` is found. marks: (start mark, end mark) pairs of reasoning.
+    ends: texts that end a turn. tail: the text that the template writes after an answer without
+    calls; it is removed from the end if none of `ends` is found. marks: (start mark, end mark)
+    pairs of reasoning.
     """
     start = text.index(NAMES[0])
     for _, end in marks:

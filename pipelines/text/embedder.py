@@ -97,7 +97,10 @@ class Embedder:
         return Tokens([token + shift * (kind > 0) for token, kind in zip(found.ids, types)], found.cut)
 
     def relevance(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
-        """Return each document's relevance, f64 [documents]: a reranker's score, or a cosine."""
+        """Return each document's relevance, f64 [documents]: a reranker's score, or a cosine.
+
+        vectors: the vectors of the inputs that `relevance_inputs` returned.
+        """
         found = np.array(vectors, np.float64)
         if self.facts.relevance:
             numbers = found[:, 0]

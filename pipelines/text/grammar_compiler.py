@@ -269,7 +269,8 @@ class ToolGrammar:
     def mark(self, text: str) -> str:
         """Return the Lark expression for a text of the tool format, such as a start mark.
 
-        A special token in `text` is matched as one token, and `ID` matches any identifier.
+        A special token in `text` is matched as one token. The placeholder `ID` in `text` matches any
+        identifier.
         """
         write = lambda part: "ID" if part == ID else f"<[{self.special[part]}]>" if part in self.special else quoted(part)
         return " ".join(map(write, self._parts(text)))

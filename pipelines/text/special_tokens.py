@@ -126,7 +126,7 @@ class SpecialTokens:
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """Random spellings for `_plain`, by original spelling; no message can contain one."""
+        """{original spelling of a special token: random spelling that no message can contain}."""
         secret = os.urandom(8).hex()
         return {word: f"\U000f0000{secret}{n}\U000f0001" for n, word in enumerate(sorted(self.spelled))}
 
@@ -155,7 +155,10 @@ class SpecialTokens:
 
 
 class Spellings:
-    """A case-insensitive search for spellings of special tokens, complete or at the text's ends."""
+    """A case-insensitive search for spellings of special tokens in a text.
+
+    It also finds incomplete spellings at the start and at the end of the text.
+    """
 
     def __init__(self, words: Collection[str]):
         low = {word.lower() for word in words}

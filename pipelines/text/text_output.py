@@ -188,7 +188,7 @@ class TextOutput:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found, or the only call that is allowed is complete."""
+        """Whether a stop string was found, or the only allowed tool call is complete."""
         return self._stops.stopped or bool(self._calls and self._calls.full)
 
     def add(self, token: Token) -> list[Event]:
@@ -206,7 +206,10 @@ class TextOutput:
         self._pending.append(TextToken(token.id, token.logprob, token.top, self._decoded))
 
     def _release(self, text: str, rest: bool = False) -> list[Event]:
-        """Append text; return the events of final text. rest: whether no more text follows."""
+        """Append text; return events with the text that is now final.
+
+        rest: whether no more text follows.
+        """
         self._decoded += len(text)
         final = self._stops.add(text, rest)
         self._reported += len(final)

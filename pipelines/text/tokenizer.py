@@ -147,7 +147,7 @@ class Tokenizer:
         return self._encode_rendered(text, mark)
 
     def _render_broken(self, messages: Sequence[Mapping], variables: Mapping) -> tuple[str, str]:
-        """Return (rendered conversation, break character), as `SpecialTokens.broken` defines it."""
+        """Return (conversation rendered with breaks, break character); see `SpecialTokens`."""
         given, mark = {"messages": list(messages), **self.template_args, **variables}, ""
         if self.chat_template is not None and not self.parse_special:
             given, mark = self.special_tokens.broken(given)
@@ -283,8 +283,8 @@ class TokenBytes:
     """A function from a token id to the token's bytes, which may be only a part of a character.
 
     In a tokenizer file, byte-level tokenizers such as GPT-2's write each byte as a character of
-    their own alphabet. SentencePiece writes a space as U+2581, and a byte without a character as
-    <0xE4>. Unused ids, such as padding, have no bytes.
+    their own alphabet. SentencePiece writes a space as U+2581, and the token for a single byte as
+    text such as <0xE4>. Unused ids, such as padding, have no bytes.
     """
 
     def __init__(self, tokenizer):

@@ -105,8 +105,8 @@ class ToolFormat:
 def _trigger(text: str) -> str:
     """Return the start of `text`, which announces a call.
 
-    The start is the first marks of `text`, such as "<tool_call>". If there are no marks, the start
-    is the text before the first JSON object or placeholder `ID`.
+    The start is the mark or marks at the beginning of `text`, such as "<tool_call>". If there are
+    no marks, the start is the text before the first JSON object or placeholder `ID`.
     """
     marks = _MARKS.match(text)
     return marks[0] if marks else re.split(rf"{ID}|(?<!\w)\[?\{{|\{{", text)[0].rstrip()
@@ -332,9 +332,9 @@ def _object(value: Any) -> dict:
 
 
 def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
-    """Return `ToolFormat.key_end` with each text only once.
+    """Return `key_end`, a field of `ToolFormat`, with only one JSON type for each text.
 
-    If several types have the same text, the type "string" stays, or else the first type.
+    Of several types with the same text, "string" is retained, or else the first type.
     """
     found = dict.fromkeys(key_end[kind] for kind in sorted(key_end, key=lambda kind: kind != "string"))
     return {next(kind for kind, each in key_end.items() if each == text): text for text in found}
