@@ -42,8 +42,8 @@ class CompileError(Exception):
 class CompileResult:
     """The result of `compile_modules`.
 
-    seconds: the total time of iree-compile. A module from the cache counts with the time of its
-    compilation. cached: whether all modules came from the cache.
+    seconds: the total time of iree-compile. For a module from the cache, the time of its original
+    compilation is counted. cached: whether all modules came from the cache.
     """
 
     seconds: float

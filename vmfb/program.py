@@ -133,7 +133,7 @@ class Program(Loaded):
     """
 
     def __init__(self, source: Bundle | Path | str, threads: int | None = None):
-        """Load a CPU bundle, or the bundle at a path.
+        """Load a bundle that is compiled for a CPU; `source`: the bundle or its path.
 
         threads: the default is the number of physical cores. Raise BundleError if the runtime
         rejects the bundle, SessionError if `threads` is less than 1.

@@ -276,7 +276,7 @@ class Session:
     def begins(self, tokens: int, position: int) -> bool:
         """Return whether another session can start at `position` with the data of `rows(tokens)`.
 
-        tokens: number of tokens in this session when `rows` is called; at least `position`.
+        tokens: this session's number of tokens when `rows` is called; at least `position`.
         """
         return all(state.begins(tokens, position) for state in self._states)
 

@@ -210,7 +210,10 @@ class Format(Protocol):
         ...
 
     def work(self, record: Record, seed: int) -> Work:
-        """Return the record with its engine requests; PipelineError or ApiError if invalid."""
+        """Return the record with its engine requests.
+
+        Raises PipelineError or ApiError if the record is invalid.
+        """
         ...
 
     def failed(self, record: Record, error: Exception) -> Outcome:

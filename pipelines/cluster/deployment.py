@@ -285,7 +285,8 @@ def deployment(
         fronts: number of processes that read and route requests.
         cpus, threads, ray_actor_options: resources of a replica; by default, threads is the number
             of CPUs.
-        slots: requests that a replica runs at the same time: the bundle's largest batch size.
+        slots: number of requests that a replica runs at the same time; it should be the bundle's
+            largest batch size.
         queue: max requests that wait in each front.
         limits: limits on requests, as in `castiron.open_app`.
         options: other keyword arguments of `castiron.open_app`.

@@ -67,7 +67,7 @@ class Ngrams:
     def propose(self, count: int) -> list[int]:
         """Return `count` tokens that followed the earlier occurrence, or no tokens without a match.
 
-        If fewer than `count` tokens follow the occurrence in the text, these tokens are repeated.
+        If fewer than `count` tokens follow the occurrence in the text, the result repeats them.
         """
         if not self.length:
             return []

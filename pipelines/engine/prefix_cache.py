@@ -142,8 +142,8 @@ class PrefixCache:
     def _storable(self, source: Session, prompt: np.ndarray, cached: int) -> int:
         """Return how many of the `cached` tokens in `source` to reuse.
 
-        If the store lacks a state of `prompt`, only full chunks are reused, because the store
-        accepts only states that were computed in full chunks.
+        If the store is about to store a state of `prompt`, only full prefill chunks are reused,
+        because the store accepts only states that were computed in full chunks.
         """
         start = min(source.chunked_tokens, cached // self.store.width * self.store.width)
         is_near = cached - start < self.store.width and source.reachable(start) == start

@@ -132,7 +132,7 @@ class TokenOutput:
 
 @dataclass
 class Timing:
-    """Times in `time.monotonic` seconds, or 0 for what has not happened.
+    """Times in `time.monotonic` seconds, or 0 for an event that has not happened.
 
     `arrived`: when the request was created. `started`: when it got a slot. `first`, `last`: when
     its first and its latest token were generated.

@@ -293,7 +293,11 @@ class Speculator:
         return self.costs.of(self._width(count)) + count * self.draft.step_seconds
 
     def _rate(self, guesses: Sequence[Guess], count: int, more_seconds: float = 0.0) -> float:
-        """Return the expected tokens per second of a pass with `count` proposals of the draft."""
+        """Return the expected tokens per second of a pass with `count` draft-model proposals.
+
+        guesses: the proposals that are known; for the others, average rates are assumed.
+        more_seconds: seconds that the draft model still needs.
+        """
         assert self.draft
         padded = [*guesses[:count], *[None] * (count - len(guesses))]
         return expected_tokens(map(self.draft.acceptance, padded)) / (self._cost(count) + more_seconds)

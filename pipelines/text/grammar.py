@@ -140,7 +140,7 @@ class GrammarError(PipelineError):
 
 
 class Grammar:
-    """A compiled grammar. calls: whether it is for tool calls. nbytes: memory to check one text."""
+    """A compiled grammar. calls: whether it is for tool calls. nbytes: memory for each text."""
 
     def __init__(self, grammars: Grammars, matcher, nbytes: int, calls: bool):
         self._grammars, self._matcher, self.nbytes, self.calls = grammars, matcher, nbytes, calls

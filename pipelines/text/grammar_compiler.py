@@ -269,7 +269,7 @@ class ToolGrammar:
     def mark(self, text: str) -> str:
         """Return the Lark expression for a text of the tool format, such as a start mark.
 
-        A special token in `text` is matched as one token. The placeholder `ID` in `text` matches any
+        A special token in `text` is matched as one token. The placeholder `ID` matches any
         identifier.
         """
         write = lambda part: "ID" if part == ID else f"<[{self.special[part]}]>" if part in self.special else quoted(part)
