@@ -48,9 +48,9 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def staging_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`, which is removed when the block ends.
+    """Yield a temporary folder beside `path`; the folder is removed when the block ends.
 
-    To keep a file or the folder itself, rename it to another path before the end.
+    To keep a file of the folder, or the folder itself, rename it before the block ends.
     """
     with _staging(path) as staging:
         (staging / _NEW).mkdir()

@@ -42,9 +42,9 @@ def write_irpa(
 
     data: an array, or a function that returns the array. The function is called while the previous
     array is written. The array must have the given shape and item size; its dtype may differ, such
-    as uint16 for bf16, because the file stores no dtypes. progress: called after every
-    tensor with (bytes of the tensors so far, bytes of all tensors). Raise WeightsError, and leave
-    no file, for a duplicate name or an array of another shape.
+    as uint16 for bf16, because the file stores no dtypes. progress: called after
+    every tensor with (bytes of the tensors so far, bytes of all tensors). Raise WeightsError, and
+    leave no file, for a duplicate name or an array of another shape.
     """
     plan = [(name, data, tuple(shape), np.dtype(dtype)) for name, data, (shape, dtype) in entries]
     sizes = [prod(shape) * dtype.itemsize for _, _, shape, dtype in plan]
