@@ -219,7 +219,7 @@ class Grammars:
     async def compile_async(self, **given: Any) -> Grammar:
         """Run `compile` in another thread.
 
-        Most of the work is done in a child process. Cancelling the coroutine kills the child process.
+        Most of the work is done in a child process, which is killed if the coroutine is cancelled.
         """
         queued = self._thread.submit(self.compile, **given)
         work = asyncio.wrap_future(queued)

@@ -125,7 +125,7 @@ class ReasoningBudget:
 
 
 def as_latin(data: bytes) -> str:
-    """Return a text with one character for each byte."""
+    """Decode `data` as Latin-1, so that each byte becomes one character."""
     return data.decode("latin-1")
 
 
