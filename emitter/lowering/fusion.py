@@ -92,7 +92,7 @@ class _Uses:
         self.norms: dict[Value, Op] = {}
 
     def only(self, value: Value, kind: str) -> Op | None:
-        """Return the operation of kind `kind` that computes `value`, if it has one use only."""
+        """Return the operation of kind `kind` that computes `value`, if that has one use only."""
         op = self.producer.get(value)
         return op if op is not None and op.kind == kind and self.uses[value] == 1 else None
 

@@ -33,8 +33,8 @@ NEAR = 16  # max number of operations between kernels that become one dispatch
 class _Function:
     """A function under fusion.
 
-    producer, position: the operation that computes a value, and its index. users: the operations
-    that use a value. stored: maps a value to the kernel result that replaces it.
+    producer, position: map a value to the operation that computes it, and to the index of this
+    operation. users: maps a value to the operations that use it. stored: maps a value to the kernel result that replaces it.
     """
 
     graph: Graph
@@ -192,7 +192,7 @@ def _between(f: _Function, root: Value, cone: set[Value]) -> set[Value]:
 def _rewritten(f: _Function, op: Op, root: Value | None) -> list[Op]:
     """Return the operations that replace a kernel call.
 
-    root: the value that the new kernel computes instead of the first result; None: no change.
+    root: the value that the new kernel computes instead of the first result, or None.
     """
     kernel: GpuKernel = op.attrs["kernel"]
     given = dict(zip(kernel.tensors, op.operands, strict=True))
@@ -240,7 +240,7 @@ def _side_by_side(ops: Sequence[Op]) -> list[Op]:
     """Join independent kernels that are near each other, so that two become one dispatch.
 
     Two kernels are joined if neither the second kernel nor an operation between them uses results
-    of the first kernel, or overwrites its operands.
+    of the first kernel, or overwrites an operand of the first kernel.
     """
     found: list[Op] = []
     for op in ops:

@@ -43,8 +43,8 @@ class Context:
     """What all lowering rules share.
 
     project: emits matmuls. recurrent: for each kind of recurrent operation, the function that
-    returns its kernel; None for CPU kernels. counters: by type, the operand `counters` of the next
-    attention kernel, which is a result of the last attention kernel.
+    returns its kernel; None for CPU kernels. counters: maps a type to the result `counters` of the
+    last attention kernel, which is an operand of the next attention kernel with this type.
     """
 
     isa: Isa
@@ -170,9 +170,10 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
 
 
 def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value:
-    """Return the columns of x [..., heads * n] for part number `part` of the query heads.
+    """Return the columns of x [..., heads * n] that belong to some of the query heads.
 
-    The query heads of each kv head are divided into `parts` parts.
+    The query heads of each kv head are divided into `parts` equal parts. The result has the
+    columns of part number `part`.
     """
     if parts == 1:
         return x
