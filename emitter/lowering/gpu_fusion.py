@@ -34,7 +34,8 @@ class _Function:
     """A function under fusion.
 
     producer, position: map a value to the operation that computes it, and to the index of this
-    operation. users: maps a value to the operations that use it. stored: maps a value to the kernel result that replaces it.
+    operation. users: maps a value to the operations that use it. stored: maps a value to the kernel
+    result that replaces it.
     """
 
     graph: Graph
