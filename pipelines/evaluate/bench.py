@@ -138,9 +138,9 @@ class Workload:
         """Return the fractions of the machine's limits that castiron reaches, by name.
 
         decode_roofline: bytes of weights and KV cache read per second, divided by the read
-        bandwidth. prefill_peak_share: FLOP per second, divided by the f32 peak; int8 activations
-        may exceed 1. Both are None for the lowering `portable`, whose manifests have no FLOP and
-        bytes.
+        bandwidth. prefill_peak_share: FLOP per second, divided by the f32 peak; with int8
+        activations, this can be above 1. Both are None for the lowering `portable`, whose
+        manifests have no FLOP and bytes.
         """
         if not self._kernels() or not all("weights" in kernel for kernel in self._kernels()):
             return {"decode_roofline": None, "prefill_peak_share": None}

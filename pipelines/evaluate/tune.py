@@ -95,7 +95,7 @@ class Bench:
         return open_bundle(self.directory / name)
 
     def matmuls(self) -> dict[str, MatmulSearch]:
-        """Return {matmul's name: new search}; it uses the first function with the matmul."""
+        """Return {matmul's name: new search}; a search uses the first function with the matmul."""
         return {name: MatmulSearch(matmul, function) for name, (matmul, function, _) in self.kernels.items()}
 
     def gains(self, tiles: TilesByMatmul, repeats: int) -> dict[str, tuple[float, float]]:
@@ -216,7 +216,7 @@ def prompts_of(bundle: Bundle) -> list[list[int]]:
 
 
 def answers(bundle: Bundle, threads: int, prompts: list[list[int]]) -> list[list[int]]:
-    """Return the tokens after `prompts` from decode steps, verify functions and batch functions."""
+    """Return the tokens that decode, verify and batch functions generate after `prompts`."""
     session, found = Session(bundle, threads), []
     for prompt in prompts:
         tokens = greedy(session, prompt, TOKENS)
