@@ -86,7 +86,7 @@ class Stored:
     def order(self, part: str, inner: int, groups: int) -> np.ndarray | None:
         """Return a column permutation that makes quantisation groups contiguous.
 
-        The tensor `part` has the group of each column. The result is None if there is no such
+        The tensor `part` has the group index of each column. The result is None if there is no such
         tensor, or if the groups are contiguous already. inner: number of columns.
         """
         if (tensor := self.parts.get(part)) is None:

@@ -1,8 +1,8 @@
 """Measure a bundle and other engines ("peers"): speed, time to first token and memory.
 
 For castiron, the result also has fractions of the machine's read bandwidth and peak FLOP/s. They
-come from the FLOP and bytes of each kernel in the bundle's manifest. `progress`: called with (name
-of a stage, fraction done).
+come from the FLOP and bytes of each kernel in the bundle's manifest. The parameter `progress` is
+called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class Workload:
     def decode_bytes(self, depth: int, tokens: int) -> float:
         """Return the bytes of weights and KV cache that a decode step reads on average.
 
-        depth: position of the first step. tokens: number of steps. Of the embedding, only one row
-        counts; of the experts, only those to which a token is routed.
+        depth: position of the first step. tokens: number of steps. Only one row of the embedding
+        counts, and only the experts to which a token is routed.
         """
         weights = sum(kernel["calls"] * kernel["weights"] for kernel in self._kernels())
         # Only kernels that read the KV cache have bytes that grow with the position; at position 0 they read one entry.

@@ -5,7 +5,7 @@ module, in which every matmul has one candidate for its tiles. IREE's profiler t
 module and the module with default tiles in turns. After all rounds, the fastest candidate of each
 matmul is timed again. The candidate is used if it is faster again, and if a bundle with all such
 candidates generates the same tokens.
-`progress`: called with (name of a stage, fraction done).
+The parameter `progress` is called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
