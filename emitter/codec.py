@@ -15,7 +15,8 @@ class Parts:
 
         d * scale * code + sign * m * minimum
 
-    where the sign is `Codec.minimum`: +1, -1, or 0 without minima.
+    where d and m belong to the element's block, and scale and minimum to its group. The sign is
+    `Codec.minimum`: +1, -1, or 0 without minima.
 
     codes: i8 [n, block].
     d: the scale of each block, [n]: f16, f32, or u16 with the bits of a bf16. For a codec with
@@ -102,7 +103,7 @@ class Codec:
 
     @property
     def summed(self) -> bool:
-        """Return whether a matmul needs sums of x over groups, for an offset or minima."""
+        """Return whether a matmul needs sums of x over groups, because of an offset or minima."""
         return bool(self.offset or self.minimum)
 
     def split(self, blocks: np.ndarray) -> Parts:

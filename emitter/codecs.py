@@ -1,7 +1,8 @@
 """Weight codecs: the formats in which checkpoints store a row of weights, such as f32 and q4_k.
 
 A quantised row is a sequence of blocks, and a block has one or more groups of elements with a
-scale each. `Codec.split` returns the codes, scales and minima of blocks, such that
+scale each. `Codec.split` returns the `Parts` of blocks: codes, and factors from which the scale and
+the minimum of a group are computed, such that
 
     value = scale[group] * code + minimum[group]
 

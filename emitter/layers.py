@@ -48,7 +48,7 @@ def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0
 def positions(step: Step) -> Value:
     """Return the position of each token, i32 [T].
 
-    The positions of padding and of idle sequences are clamped to the context.
+    The positions of padding and of idle sequences are clamped to valid positions.
     """
     shape = step.tokens.shape
     if step.mode == "batch":

@@ -65,7 +65,7 @@ def build(
 
 
 def _moves(rule: Callable[[Op], str | None]) -> Callable[[Op], str | None]:
-    """Return a check that operand and result have the same element type, and then `rule`."""
+    """Return the check `rule`, preceded by a check that the element type does not change."""
 
     def with_dtype(op: Op) -> str | None:
         return "the element type changes" if op.operands[0].dtype is not op.results[0].dtype else rule(op)

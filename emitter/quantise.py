@@ -4,7 +4,7 @@ The elements x of a group share a scale. The search minimises their weighted squ
 
 1. It rounds x to several grids (evenly spaced values) of different widths, which gives codes.
 2. For the codes of each grid, the best scale and minimum have a closed form. The best grid wins.
-3. In K-quants, scales are rounded to integer factors of the block's scale, and minima are fitted
+3. In K-quants, scales are rounded to integer multiples of the block's scale, and minima are fitted
    again.
 4. Codes are rounded again, with the scales and minima as they are stored.
 

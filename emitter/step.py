@@ -159,7 +159,7 @@ class Step:
 
     @property
     def mode(self) -> str:
-        """Return the role, but "prefill" for embed and encode, which have the same inputs."""
+        """Return the role, but "prefill" for "embed" and "encode", whose inputs are equal."""
         return "prefill" if self.role in ("embed", "encode") else self.role
 
     @property

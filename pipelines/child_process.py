@@ -152,7 +152,8 @@ def name_of(function: Callable[..., Any]) -> str:
 def main() -> None:
     """Run as the child process: call functions that stdin names, and write results to stdout.
 
-    A line of stdin is JSON with a function's name and arguments; a line of stdout, its result.
+    A line of stdin is JSON with a function's name and arguments. A line of stdout is the
+    function's result.
     """
     # The parent handles Ctrl-C. What libraries print goes to the null device, so that the pipe to
     # the parent has answers only.

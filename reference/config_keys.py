@@ -2,7 +2,8 @@
 
     python -m castiron.reference.config_keys
 
-Run it after a change of the transformers version or of the families. A test compares the file.
+Run it after a change of the transformers version or of the families. A test compares the
+file with these keys.
 """
 
 from __future__ import annotations

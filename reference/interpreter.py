@@ -153,7 +153,7 @@ def _iota(op: Op) -> np.ndarray:
 
 
 def _window(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[np.ndarray]) -> tuple[slice, ...]:
-    """Return slices of `sizes` elements from `starts`, clamped to `shape` as in StableHLO."""
+    """Return slices of `sizes` elements from `starts`, which are clamped as in StableHLO."""
     clamped = (min(max(int(s), 0), n - size) for s, n, size in zip(starts, shape, sizes))
     return tuple(slice(start, start + size) for start, size in zip(clamped, sizes))
 

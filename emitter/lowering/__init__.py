@@ -46,9 +46,9 @@ def lower(
     tiles(matmul): returns the tile sizes of a matmul kernel, or None for the default.
     numerics: "exact" keeps activations in f32; isa, threads and tiles change results by rounding
         only. "canonical" also fixes the order of additions, so that results have the same bits for
-        every isa, threads, tiles and number of tokens in a call. "fast" rounds activations of
-        several tokens to int8 or bf16, and perhaps weights, where that is faster
-        (`selection.numerics_of`). "draft" rounds activations of one token too.
+        every isa, threads, tiles and number of tokens in a call. "fast" rounds activations, and
+        perhaps weights, to int8 or bf16 in calls with several tokens, where that is faster
+        (`selection.numerics_of`). "draft" does so in calls with one token too.
 
     Raises EmitError for unknown values.
     """

@@ -17,7 +17,8 @@ Patterns, for T tokens:
   - a norm that experts use too;
   - gate and up of a GLU, if other linear layers have the same input: all of them become one matmul;
   - factors of the input of linear layers (see `factors`);
-  - an RMS norm of a short row that is only reshaped: it becomes StableHLO.
+  - an RMS norm of one short row, if the norm's result is only reshaped: the norm becomes
+    StableHLO.
 
 The result may have two new kinds of operations, with these operands and attributes:
 
@@ -91,7 +92,7 @@ class _Uses:
         self.norms: dict[Value, Op] = {}
 
     def only(self, value: Value, kind: str) -> Op | None:
-        """Return the operation of kind `kind` that computes `value`, if it has one use only."""
+        """Return the operation of kind `kind` that computes `value`, if that has one use only."""
         op = self.producer.get(value)
         return op if op is not None and op.kind == kind and self.uses[value] == 1 else None
 
@@ -285,7 +286,7 @@ def _codec(graph: _Uses, linear: Op) -> str:
 def _glu(graph: _Uses, op: Op, apart: bool) -> None:
     """Turn gate and up of a GLU into one matmul.
 
-    apart: whether they stay linear layers if these become one matmul with others of the same input.
+    apart: if other linear layers have the same input, leave all of them to `_siblings`.
     """
     for a, b in (op.operands, op.operands[::-1]):
         act, up = graph.only(a, "activation"), graph.only(b, "linear")
@@ -336,7 +337,7 @@ def _norm(graph: _Uses, op: Op, limit: int, tokens: int, kinds: tuple[str, ...])
 
 
 def _inline_norm(graph: _Uses, op: Op) -> None:
-    """Mark the RMS norm of a short row that is only reshaped, as for latent attention."""
+    """Mark the RMS norm of one short row before the reshape `op`, as in latent attention."""
     norm = graph.only(op.operands[0], "rms_norm")
     tokens, features = op.operands[0].shape if op.operands[0].type.rank == 2 else (1, INLINE_LIMIT + 1)
     if norm and norm not in graph.absorbed and tokens == 1 and features <= INLINE_LIMIT:
@@ -364,7 +365,7 @@ def _gated_norm(graph: _Uses, op: Op) -> None:
 
 
 def _siblings(graph: _Uses, function: Graph) -> None:
-    """Turn the linear operations that are in no other fusion into matmuls: siblings into one."""
+    """Turn linear operations that are in no other fusion into matmuls, one for all siblings."""
     groups: dict[tuple, list[Op]] = {}
     for op in function.ops:
         if op.kind == "linear" and op not in graph.absorbed:

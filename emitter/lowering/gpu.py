@@ -45,7 +45,7 @@ NORM_LIMIT = 1 << 16
 
 
 def words_param(weights: Sequence[Weight], experts: int = 1) -> Param:
-    """Return one parameter with the rows of all `weights` as words (`gpu.words`).
+    """Return one parameter with the rows of all `weights` as 32-bit words (`gpu.words`).
 
     experts: number of experts, or 1. Each weight has the rows of expert 0, then those of expert 1,
     and so on. The parameter has the rows of expert 0 from all weights, then those of expert 1.
@@ -62,11 +62,11 @@ def words_param(weights: Sequence[Weight], experts: int = 1) -> Param:
 
 
 def projected(p: Projection, factors: Value | None = None) -> Value:
-    """Return the result of a projection, computed by a GPU kernel. Padding is computed too.
+    """Return the result of a projection, computed by a GPU kernel.
 
-    factors: f32 [T, n], or None. With factors, x has one row for each pair of a token and one of
-    its n experts. A row of the result [T, out] is then the sum over a token's experts, weighted by
-    the factors.
+    The kernel also computes rows of padding. factors: f32 [T, n], or None. With factors, x has one
+    row for each pair of a token and one of its n experts. A row of the result [T, out] is then the
+    sum over a token's experts, weighted by the factors.
     """
     p = replace(p, length=None)
     matmul, given = p.matmul, p.operands(words_param(p.weights, p.experts or 1))

@@ -1,12 +1,12 @@
 """Fuse StableHLO operations of a lowered function into the GPU kernels around them.
 
-- A kernel continues its result with element-wise operations (`Finished`), and attention with a
-  matmul for each head (`FinishedHead`).
-- A kernel computes an operand from a cheap expression where it loads it (`Computed`).
-- The other operands of a kernel that StableHLO computes become the results of one more kernel.
+- A kernel also computes element-wise operations on its result (`Finished`). An attention kernel
+  also multiplies each head's result by a matrix (`FinishedHead`).
+- A kernel computes an operand itself instead of loading it, if that is cheap (`Computed`).
+- One more kernel computes the other operands that are results of StableHLO operations.
 - Two kernels of a layer that do not depend on each other become one dispatch.
 
-Operations that are in no expression stay StableHLO.
+All other operations stay StableHLO.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ NEAR = 16  # max number of operations between kernels that become one dispatch
 class _Function:
     """A function under fusion.
 
-    producer, position: the operation that computes a value, and its index. users: the operations
-    that use a value. stored: values that kernels of this pass store, by the value that they
-    replace.
+    producer, position: map a value to the operation that computes it, and to the index of this
+    operation. users: maps a value to the operations that use it. stored: maps a value to the kernel
+    result that replaces it.
     """
 
     graph: Graph
@@ -52,7 +52,10 @@ class _Function:
                 self.users.setdefault(value, []).append(op)
 
     def expression(self, root: Value, names: dict[Value, str], hole: Value | None = None) -> Expression:
-        """Return the expression of `root`; add the operands that it needs to `names`."""
+        """Return the expression of `root`; add the values that it loads to `names`.
+
+        hole: a value that the kernel itself computes, so that no load is needed.
+        """
         producers: dict[Value, Op] = {}
 
         def visit(value: Value) -> None:
@@ -70,12 +73,12 @@ class _Function:
         return Expression(root, producers, dict(names), hole)
 
     def is_cheap(self, root: Value, hole: Value | None = None, limit: int = MAX_LOADS) -> bool:
-        """Return whether `root` may be computed wherever it is used."""
+        """Return whether one element of `root` needs at most `limit` loads."""
         op = self.producer[root]
         return sum(self._repeats(op, limit) * self._loads(x, hole, limit) for x in op.operands) <= limit
 
     def _loads(self, value: Value, hole: Value | None, limit: int) -> int:
-        """Return the number of loads for an element of `value`."""
+        """Return how many loads one element of `value` needs."""
         op = self.producer.get(value)
         if value is hole:
             return 0
@@ -84,7 +87,7 @@ class _Function:
         return sum(self._repeats(op, limit) * self._loads(x, hole, limit) for x in op.operands)
 
     def _repeats(self, op: Op, limit: int) -> int:
-        """Return how often an element of the result of `op` needs an element of an operand."""
+        """Return how many elements of an operand one element of the result of `op` needs."""
         dims = {"reduce": op.attrs.get("dims"), "dot_general": op.attrs.get("contract", ((),))[0]}.get(op.kind, ())
         terms = prod(op.operands[0].shape[d] for d in dims)
         return terms if terms <= (MAX_SUM if limit == MAX_LOADS else limit) else limit + 1
@@ -116,7 +119,7 @@ def _live(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
 
 
 def _continued(f: _Function) -> dict[Op, Value]:
-    """Return the kernels that compute more than their first result, with the value they end in."""
+    """Map each kernel that also computes operations on its result to the last value it computes."""
     found, inside = dict[Op, Value](), set[Value]()
     for op in f.graph.ops:
         kernel = op.attrs.get("kernel")
@@ -131,10 +134,11 @@ def _continued(f: _Function) -> dict[Op, Value]:
 
 
 def _last(f: _Function, result: Value, inside: set[Value]) -> tuple[Value | None, set[Value]]:
-    """Return the last value that a kernel can compute in place of `result`, and those before it.
+    """Return (root, before): how far a kernel can compute element-wise operations on its `result`.
 
-    It is None if the kernel cannot compute more. inside: values that are only computed inside other
-    kernels.
+    root: the last value that the kernel can compute, None if there is no such operation. before:
+    the values that the kernel computes before `root`. inside: values that are only computed inside
+    other kernels.
     """
     cone, order = {result}, [result]
     for value in order:
@@ -153,9 +157,9 @@ def _last(f: _Function, result: Value, inside: set[Value]) -> tuple[Value | None
 
 
 def _last_of_heads(f: _Function, op: Op) -> Value | None:
-    """Return the product of each head of attention and a matrix of its own, or None without it.
+    """Return the product [T, heads * n] of each head's attention result and that head's matrix.
 
-    The product is [T, heads * n]; no other operation uses the result of attention.
+    Return None if there is no such product, or if it is not the only use of attention's result.
     """
     value, heads = op.results[0], op.attrs["kernel"].heads
     for kind in ("reshape", "slice", "dot_general", "transpose", "reshape"):
@@ -175,7 +179,7 @@ def _last_of_heads(f: _Function, op: Op) -> Value | None:
 
 
 def _between(f: _Function, root: Value, cone: set[Value]) -> set[Value]:
-    """Return `root` and the values of `cone` from which it is computed."""
+    """Return `root` and the values of `cone` on which `root` depends."""
     found, todo = {root}, [root]
     while todo:
         op = f.producer[todo.pop()]
@@ -189,7 +193,7 @@ def _between(f: _Function, root: Value, cone: set[Value]) -> set[Value]:
 def _rewritten(f: _Function, op: Op, root: Value | None) -> list[Op]:
     """Return the operations that replace a kernel call.
 
-    root: the value in which the kernel's result ends, or None.
+    root: the value that the new kernel computes instead of the first result, or None.
     """
     kernel: GpuKernel = op.attrs["kernel"]
     given = dict(zip(kernel.tensors, op.operands, strict=True))
@@ -212,7 +216,7 @@ def _rewritten(f: _Function, op: Op, root: Value | None) -> list[Op]:
 
 
 def _is_computed(f: _Function, kernel: GpuKernel, name: str, x: Value) -> bool:
-    """Return whether StableHLO computes operand `name`; a reshape alone costs nothing."""
+    """Return whether operand `name` is computed by StableHLO operations other than reshapes."""
     while (op := f.producer.get(x)) is not None and x not in f.stored and op.kind == "reshape":
         x = op.operands[0]
     is_known = op is None or x in f.stored or not is_supported(op) or op.kind == "constant"
@@ -220,7 +224,7 @@ def _is_computed(f: _Function, kernel: GpuKernel, name: str, x: Value) -> bool:
 
 
 def _separate(f: _Function, op: Op, values: Sequence[Value]) -> list[Op]:
-    """Return a call of a kernel that computes the f32 values among `values`, if there are any."""
+    """Return a call of one kernel for all f32 values among `values`; [] if there are none."""
     values = [value for value in dict.fromkeys(values) if value.dtype is F32]
     if not values:
         return []
@@ -234,10 +238,10 @@ def _separate(f: _Function, op: Op, values: Sequence[Value]) -> list[Op]:
 
 
 def _side_by_side(ops: Sequence[Op]) -> list[Op]:
-    """Return operations in which independent kernels that are near each other are one dispatch.
+    """Join independent kernels that are near each other, so that two become one dispatch.
 
-    A kernel runs beside a later one if no operation between them uses its results, or overwrites
-    one of its operands.
+    Two kernels are joined if neither the second kernel nor an operation between them uses results
+    of the first kernel, or overwrites an operand of the first kernel.
     """
     found: list[Op] = []
     for op in ops:

@@ -43,8 +43,8 @@ class Context:
     """What all lowering rules share.
 
     project: emits matmuls. recurrent: for each kind of recurrent operation, the function that
-    returns its kernel; None for CPU kernels. counters: the counters that the last attention kernel
-    returned, by their type. The next attention kernel takes them as its operand `counters`.
+    returns its kernel; None for CPU kernels. counters: maps a type to the result `counters` of the
+    last attention kernel, which is an operand of the next attention kernel with this type.
     """
 
     isa: Isa
@@ -170,9 +170,10 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
 
 
 def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value:
-    """Return the columns of x [..., heads * n] for part number `part` of the query heads.
+    """Return the columns of x [..., heads * n] that belong to some of the query heads.
 
-    The query heads of each kv head are divided into `parts` parts.
+    The query heads of each kv head are divided into `parts` equal parts. The result has the
+    columns of part number `part`.
     """
     if parts == 1:
         return x
@@ -192,8 +193,9 @@ def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> V
 
 
 def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple[Tokens, dict[str, Value]]:
-    """Return a recurrent kernel's argument `tokens`, and the operands that it needs, by name.
+    """Return the argument `tokens` for making a recurrent kernel, and operands of the kernel.
 
+    The operands are `positions` in a batch, and perhaps `length` in a prefill, by name.
     count: number of tokens of the call. numbers: the last operands of `op`, which are (positions,)
     in a batch, (start, length) in a prefill, and (start,) in other functions.
     """

@@ -58,10 +58,10 @@ class Stored:
             return ops.convert(pick(parameter(stored)), F32)
 
         def factor(name: str, sub: str) -> Value:
-            """Return d * scales, or m * minima, of each codec group, f32 [rows, groups].
+            """Return the product of two arrays of `Parts` for each group, f32 [rows, groups].
 
-            name: "d" or "m", which has a value for each block. sub: "scales" or "minima", which has
-            a value for each group. A missing array counts as 1.
+            name: "d" or "m", an array with a value for each block. sub: "scales" or "minima", an
+            array with a value for each group; if the codec has no such array, it counts as 1.
             """
             value = part(name, blocks)
             shape = (value.shape[0], blocks, groups // blocks)
@@ -282,10 +282,10 @@ def split_orders(op: Op, stacked: tuple[Stored, ...]) -> tuple[tuple[Stored, ...
 
 
 def ordered(x: Value, order: Stored | None, expert: Value) -> Value:
-    """Permute each row of x [pairs, in] in the same way as the columns of its expert's weight.
+    """Permute the features of each row of x [n, in] to match the columns of an expert's weight.
 
-    order: [experts, in], the feature of x for each column; None for no permutation. expert: i32
-    [pairs].
+    x has one row for each pair of a token and one of its experts. order: [experts, in], the feature
+    that each column multiplies; None for no permutation. expert: the expert of each row, i32 [n].
     """
     if order is None:
         return x

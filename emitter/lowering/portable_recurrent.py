@@ -1,7 +1,8 @@
 """Lower recurrent layers to StableHLO, for one token of each sequence or a chunk of tokens.
 
-A chunk is computed by a few matmuls. They need the decay between every two tokens, which is the
-exponential of the sum of the logarithms between them. Padding does not change the state.
+A chunk is computed by a few matmuls. They need the decay between every two tokens: the product of
+the decays of single tokens, computed as the exponential of a sum of logarithms. Padding does not
+change the state.
 """
 
 from __future__ import annotations
@@ -138,8 +139,8 @@ class _Decays:
 def _decays(log: Value) -> _Decays:
     """Return the decays of a chunk, from the logarithms of its tokens' decays.
 
-    log: [heads, C]. The logarithms between two tokens are summed directly. HF's delta rule
-    subtracts two sums since the chunk's start, which loses precision after strong decay.
+    log: [heads, C]. The logarithms between two tokens are summed directly. HF's delta rule instead
+    subtracts two sums that begin at the chunk's start, which loses precision after strong decay.
     """
     heads, count = log.shape
     shape = (heads, count, count + 1)
@@ -206,8 +207,9 @@ def _inverse(lower: Value) -> Value:
 def gated_delta(tokens: _Tokens, q: Value, k: Value, v: Value, a: Value, b: Value, rate, bias) -> tuple[Value, Value]:
     """Return the result [T, heads, v_dim] and the state of the gated delta rule.
 
-    q, k: [T, k_heads, k_dim]. v: [T, heads, v_dim]. a, b: [T, heads]. rate, bias: weights [heads].
-    One token is computed in HF's recurrent form, several tokens in HF's chunk form.
+    q, k: [T, k_heads, k_dim]. v: [T, heads, v_dim]. a, b: [T, heads]. rate, bias: -exp(A_log) and
+    dt_bias, [heads]. One token is computed in HF's recurrent form, several tokens in HF's chunk
+    form.
     """
     heads = v.shape[1]
     log = ops.multiply(softplus(ops.add(a, _along(bias.value(), a, 1))), _along(rate.value(), a, 1))
@@ -267,8 +269,9 @@ def _delta_of_chunk(q: Value, k: Value, v: Value, log: Value, beta: Value, state
 def selective_scan(tokens: _Tokens, x: Value, dt: Value, b: Value, c: Value, rate, bias, skip) -> tuple[Value, Value]:
     """Return the result [T, heads, head_dim] and the state of the scan of Mamba 2.
 
-    x: [T, heads, head_dim]. dt: [T, heads]. b, c: [T, groups, n]. rate, bias, skip: weights
-    [heads]. One token is computed in HF's recurrent form, several tokens in HF's chunk form.
+    x: [T, heads, head_dim]. dt: [T, heads]. b, c: [T, groups, n]. rate, bias, skip:
+    -exp(A_log), dt_bias and D, [heads]. One token is computed in HF's recurrent form, several
+    tokens in HF's chunk form.
     """
     heads, state = x.shape[1], tokens.before
     step = tokens.real(softplus(ops.add(dt, _along(bias.value(), dt, 1))))

@@ -10,7 +10,10 @@ from castiron.emitter.types import F32
 
 
 def ranks(rated: Value) -> Value:
-    """Return the rank of each number in its row, as f32: 0 for the largest; on a tie, by index."""
+    """Return the rank of each number in its row, as f32: 0 for the largest.
+
+    Of two equal numbers, the one with the lower index has the lower rank.
+    """
     rows, n = rated.shape
     pairs = (rows, n, n)
     own, other = (ops.broadcast_in_dim(rated, pairs, dims) for dims in ((0, 1), (0, 2)))

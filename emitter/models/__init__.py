@@ -61,7 +61,7 @@ def read_config(config: dict) -> Any:
 
 
 def ignored_keys(config: dict) -> tuple[str, ...]:
-    """Return the keys of a config.json that castiron does not read, except those in `IGNORABLE`."""
+    """Return a config.json's unread keys, without the well-known harmless keys in `IGNORABLE`."""
     return _read(config)[1]
 
 
@@ -149,7 +149,7 @@ def _results(step: Step, model: ModuleType, c: Any, pooling: Pooling | None) -> 
 
 
 def _hidden(step: Step, model: ModuleType) -> Value:
-    """Return the hidden states [T, hidden] that the output head reads, and remove the head."""
+    """Return the head's input [T, hidden], and remove the head's operations from the graph."""
     hidden, made = step.hidden, current_function().ops
     if hidden is None:
         raise EmitError(f"{model.__name__}: `forward` records no hidden states; compute the logits with layers.lm_head")

@@ -183,10 +183,10 @@ class ConfigReader:
         return tuple(types)
 
     def expert_groups(self, experts: int, per_token: int, groups: int = 1, best: int = 1) -> tuple[int, int]:
-        """Return (number of expert groups, number of groups that a token may use) of the config.
+        """Return the config's number of expert groups, and how many of them a token may use.
 
         experts: the number of experts. per_token: the number of experts of a token. groups, best:
-        HF's defaults of the results.
+        HF's defaults of the two results.
         """
         groups, best = self.take("n_group", groups), self.take("topk_group", best)
         if groups > 1:
@@ -259,11 +259,11 @@ class ConfigReader:
     ) -> C:
         """Return an instance of the family's dataclass `config`.
 
-        own: values of fields that the family computes itself. All other fields are read from the
-        config. If a field has a default, its key in the config is the field's name. If not (as in
-        `DecoderConfig`), the key is the usual one in HF's configs. positions, theta, partial: HF's
-        defaults of `max_position_embeddings` (`...`: the key is required), `rope_theta` and
-        `partial_rotary_factor`.
+        own: values of fields that the family computes itself. All other fields are read from
+        config.json. A field for which the dataclass has a default is read from the key with the
+        field's name. Any other field is read from the key that is usual in HF's configs.
+        positions, theta, partial: HF's defaults of `max_position_embeddings` (`...`: the key is
+        required), `rope_theta` and `partial_rotary_factor`.
         """
         hidden = own.get("hidden") or self.take("hidden_size")
         layers = own.get("layers") or self.take("num_hidden_layers")

@@ -44,8 +44,9 @@ class DecoderConfig(ModelConfig):
     """The config of a decoder.
 
     tied: whether the output head uses the embedding's weight. attention_bias, mlp_bias: whether
-    linear layers have biases. Both of these fields are False unless a family's dataclass declares
-    them again with a default; then they are read from the config.
+    the linear layers of attention and of the MLP have biases. A family
+    whose subclass gives one of these two fields a default reads the field from config.json. In
+    other families, the field is False.
     """
 
     tied: bool

@@ -128,10 +128,10 @@ def read_experts(c: ConfigReader) -> Experts | None:
 
 
 def full_heads(c: ConfigReader, windows: list[int | None], keys_are_values: bool) -> dict[str, int]:
-    """Return `head_dim` and `num_key_value_heads` of layers with full attention, by these names.
+    """Return a dictionary with `head_dim` and `num_key_value_heads` of layers with full attention.
 
-    The result lacks a name if the config has no separate value for these layers. keys_are_values:
-    whether these layers use their attention keys as values.
+    A key is missing if the config has no separate value for these layers. keys_are_values: whether
+    these layers use their attention keys as values.
     """
     kv_heads, head_dim = c.take("num_global_key_value_heads", None), c.take("global_head_dim", 512)
     if "per_layer_config" not in c.config:

@@ -1,7 +1,7 @@
 """Nemotron-H (arXiv:2504.03624) as in HF `NemotronHForCausalLM`.
 
 Each layer is one of four: Mamba 2, attention without rotary embedding, an MLP without a gate, or
-experts without gates. A layer of experts also has a shared expert that every token uses.
+experts that are such MLPs. A layer of experts also has a shared expert that every token uses.
 """
 
 from math import inf

@@ -184,7 +184,7 @@ class Job:
         }
 
     def listen(self, request: Request, event: Event) -> None:
-        """Add an event of one of the engine requests; the listener for `AsyncEngine.submit`."""
+        """Add an engine event to `events`; this method is the listener for `AsyncEngine.submit`."""
         self.events.put_nowait((request, event))
 
     async def answer(self) -> dict:

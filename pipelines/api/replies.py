@@ -215,9 +215,10 @@ class ChatReply(ChoicesReply):
         return {"id": _call_id(), "type": "function", "function": call}
 
     def _calls_to_send(self, index: int, parts: list[CallPart], is_end: bool) -> list[CallPart]:
-        """Return `parts` as they are sent in a stream, with a custom tool's input as arguments.
+        """Return the parts of calls to send in a stream; for a custom tool, parts of its input.
 
-        is_end: whether choice number `index` ends here; then the rest of the inputs is added.
+        parts: parts of calls, whose arguments are pieces of JSON text. is_end: whether choice
+        number `index` ends here; then the rest of each input is added.
         """
         found = []
         for part in parts:

@@ -2,7 +2,7 @@
 
 As in `peft.tuners.lora`, the result is weight + scale * B A. The scale is alpha / r, or
 alpha / sqrt(r) for a rank-stabilised adapter (arXiv:2312.03732). The merge is computed in f32, and
-the result is converted to the codec of the weight.
+the result is converted back to the element type or quantisation of the weight.
 """
 
 from __future__ import annotations

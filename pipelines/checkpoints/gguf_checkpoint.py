@@ -168,7 +168,7 @@ def _minus_one(tensor: Tensor) -> Tensor:
 def _vector(tensor: Tensor, order: np.ndarray | None) -> Tensor:
     """Return a tensor as an f32 vector; element i is `tensor[order[i]]` if `order` is given.
 
-    A_log is computed from the stored -exp(A_log).
+    For Mamba's A_log, the GGUF file stores -exp(A_log), and the result is A_log.
     """
 
     def read() -> np.ndarray:
@@ -217,9 +217,10 @@ def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
 
 
 def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Return {HF name: row indices in the GGUF tensor} for a GGUF tensor that holds several.
+    """Return {HF name: indices of this HF tensor's rows in the GGUF tensor}.
 
-    This is for linear attention. parts: a value of `Architecture.grouped`.
+    In linear attention, one GGUF tensor has the rows of several HF tensors. parts: a value of
+    `Architecture.grouped`.
     """
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     sizes = {"h": values // keys, "k": config["linear_key_head_dim"], "v": values // keys * config["linear_value_head_dim"]}
@@ -267,7 +268,10 @@ def _stacked(tensor: Tensor, found: str | tuple[str, ...], prefix: str, suffix: 
 
 
 def _unpermuted(path: Path, tensor: Tensor, heads: int) -> Tensor:
-    """Undo llama.cpp's `permute`: reorder rows from [heads, pairs, 2] to [heads, 2, pairs]."""
+    """Undo llama.cpp's `permute`: reorder rows from [heads, d / 2, 2] to [heads, 2, d / 2].
+
+    d: rows per head.
+    """
     out = tensor.shape[0]
     if out % (2 * heads):
         raise CheckpointError(

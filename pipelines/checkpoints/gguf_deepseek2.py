@@ -89,7 +89,7 @@ def latent_experts(config: dict, metadata: Metadata) -> None:
 
 
 def latent_yarn(config: dict, metadata: Metadata) -> None:
-    """Set the YaRN factors for q and k of DeepSeek V2 and V3 in the config's `rope_scaling`."""
+    """Set `mscale` and `mscale_all_dim` of DeepSeek V2 and V3 in the config's `rope_scaling`."""
     tenth = metadata.real("rope.scaling.yarn_log_multiplier")
     if tenth is not None and config.get("rope_scaling", {}).get("rope_type") == "yarn":
         # The converter multiplies by 0.1. Round off what f32 adds.

@@ -196,8 +196,8 @@ LLAMA_FLAGS = {**ATTENTION_BIAS, "mlp_bias": "ffn_up.bias"}
 class Architecture:
     """The rules that convert GGUF keys and tensors of one `general.architecture` to HF's.
 
-    A leaf is the name of a tensor in its block, without ".weight": `attn_q` in
-    `blk.0.attn_q.weight`. The default values fit most architectures.
+    The comments call the last part of a tensor's name a leaf: `attn_q` in `blk.0.attn_q.weight`.
+    The default values fit most architectures.
     """
 
     model_type: str

@@ -120,7 +120,10 @@ def partial_rotary(config: dict, metadata: Metadata) -> None:
 
 
 def phi3_rope(config: dict, metadata: Metadata) -> None:
-    """Set Phi-3's window and context, and longrope scaling if the file has the factors for it."""
+    """Set Phi-3's sliding window and original context length.
+
+    If the file has longrope factors, also set the longrope scaling.
+    """
     config["sliding_window"] = config.get("sliding_window") or None
     original = metadata.integer("rope.scaling.original_context_length") or config["max_position_embeddings"]
     attention_factor = metadata.real("rope.scaling.attn_factor")

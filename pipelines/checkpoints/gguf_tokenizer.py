@@ -168,7 +168,10 @@ class _Metadata(Metadata):
 
 
 def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
-    """Return the ids of the tokens that end generation; for Gemma 4, more than the file has."""
+    """Return the ids of the tokens that end generation.
+
+    For Gemma 4, these include tokens that the metadata does not name as end tokens.
+    """
     metadata = Metadata(file, _PREFIX)
     found = [metadata.get(key) for key in ("eos_token_id", "eot_token_id")]
     if metadata.string("model") == "gemma4":
@@ -178,7 +181,7 @@ def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
 
 
 def fim_token_ids(file: GgufFile) -> dict[str, int]:
-    """Return the ids of the fill-in-the-middle tokens by role (a key of `_FIM`)."""
+    """Return the ids of the fill-in-the-middle tokens by role, such as "suf" (suffix)."""
     metadata = Metadata(file, _PREFIX)
     found = {role: [metadata.integer(f"{key}_token_id") for key in (f"fim_{role}", old)] for role, old in _FIM.items()}
     return {role: number for role, numbers in found.items() for number in reversed(numbers) if number is not None}
@@ -301,7 +304,7 @@ def _tokenizer(metadata: _Metadata, *, adds_bos: bool | None, **parts: Any) -> d
 def _post_processor(metadata: _Metadata, adds_bos: bool | None) -> dict | None:
     """Return the post-processor that adds BOS or EOS.
 
-    adds_bos: whether to add BOS if the file does not state it; if None, BOS is never added.
+    adds_bos: the value if the metadata has no add_bos_token. If None, BOS is never added.
     """
     adds_bos = adds_bos is not None and metadata.flag("add_bos_token", adds_bos)
     sides = (adds_bos, "bos_token_id"), (metadata.flag("add_eos_token", False), "eos_token_id")

@@ -79,7 +79,7 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
 def shards_of(path: Path) -> dict[str, list[str] | None]:
     """Return the tensor names in each safetensors file, by file name.
 
-    The value for model.safetensors, a model's only file, is None.
+    If the model has only one file, model.safetensors, its names are not read: the value is None.
     """
     if (path / SINGLE).exists():
         return {SINGLE: None}

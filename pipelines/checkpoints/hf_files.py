@@ -77,8 +77,8 @@ def read_safetensors(path: Path, allow_parts: bool = False) -> dict[str, Tensor]
 
     Buffers that castiron computes itself (`is_ignorable`) are left out.
 
-    allow_parts: whether the file may have scalars and the types PART_TYPES, as quantised
-    checkpoints do.
+    allow_parts: whether the file may have scalars and tensors of the types PART_TYPES, as in
+    quantised checkpoints.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -68,8 +68,8 @@ def describe(config: Mapping) -> str:
 def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
     """Unpack the numbers in each i32 of a tensor [n, m], lowest bits first, to u8.
 
-    The result is [n, m * 32 / bits]. If `by_rows`, the i32 pack numbers of a column, and the result
-    is transposed: [m, n * 32 / bits].
+    By default, an i32 has numbers of consecutive columns, and the result is [n, m * 32 / bits]. If
+    `by_rows`, it has numbers of consecutive rows, and the result is transposed: [m, n * 32 / bits].
     """
     words = tensor.data.reshape(*tensor.shape, 4)
     packed = np.ascontiguousarray(words.swapaxes(0, 1) if by_rows else words)
@@ -78,7 +78,7 @@ def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
 
 
 def _codes(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Convert unsigned numbers n to castiron's codes; for 8 bits, these are n - 128 as int8."""
+    """Return castiron's codes of unsigned numbers n: n for 4 bits, n - 128 as int8 for 8 bits."""
     return numbers ^ np.uint8(128) if bits == 8 else numbers
 
 
@@ -124,7 +124,8 @@ def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
 def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
     """Return a weight in compressed-tensors' format pack-quantized.
 
-    An i32 of weight_packed has numbers of a row, an i32 of weight_zero_point numbers of a column.
+    An i32 of weight_packed packs consecutive numbers of one row. An i32 of weight_zero_point packs
+    consecutive numbers of one column.
     """
     if "weight_global_scale" in stored.parts:
         return _nvfp4(stored)
@@ -270,11 +271,11 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Stored], tuple[Tensor, ...]
 
 
 def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return the tensors by name, with one tensor for each quantised weight, and what was left out.
+    """Return the tensors by name, with one tensor for each quantised weight.
 
-    Scales of activations and of the KV cache are left out; the second result has their numbers by
-    name ending, such as "input_scale". A weight with reordered columns also has a tensor
-    `*.column_order`.
+    A weight with reordered columns also has a tensor `*.column_order`. Scales of activations and of
+    the KV cache are left out. The second result counts them: {name ending, such as "input_scale":
+    number of tensors left out}.
 
     config: the quantization_config. Raises CheckpointError for an unsupported method, and for a
     weight whose tensors have wrong shapes or types.

@@ -46,8 +46,8 @@ _OTHERS = (
 def text_config(config: dict, names: Collection[str]) -> dict:
     """Return the config of a multimodal model's text part; for a text model, return `config`.
 
-    tie_word_embeddings is true if it is true in either config. If neither config has it, it is true
-    if `names` has no lm_head.weight.
+    tie_word_embeddings is true if it is true in `config` or in its text part. If neither has it, it
+    is true if `names`, the names of the model's tensors, has no lm_head.weight.
     """
     inner, complete = config.get("text_config"), config["model_type"]
     if complete not in TEXT_PARTS or not isinstance(inner, dict):

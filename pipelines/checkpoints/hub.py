@@ -1,7 +1,7 @@
 """Download the files of a model from Hugging Face Hub.
 
-The files are stored in huggingface_hub's cache (`models--org--name`). `progress`: called with (name
-of a stage, fraction done).
+The files are stored in huggingface_hub's cache (`models--org--name`). The parameter `progress`
+is called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Open a checkpoint by path, catalogue name or hub name.
 
-`progress`: called with (name of a stage, fraction done).
+The parameter `progress` is called with (name of a stage, fraction done).
 """
 
 import hashlib

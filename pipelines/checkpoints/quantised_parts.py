@@ -86,7 +86,7 @@ class Stored:
     def order(self, part: str, inner: int, groups: int) -> np.ndarray | None:
         """Return a column permutation that makes quantisation groups contiguous.
 
-        The tensor `part` has the group of each column. The result is None if there is no such
+        The tensor `part` has the group index of each column. The result is None if there is no such
         tensor, or if the groups are contiguous already. inner: number of columns.
         """
         if (tensor := self.parts.get(part)) is None:
@@ -110,14 +110,14 @@ class Stored:
 
 
 def block_of(config: Mapping) -> tuple[int, int]:
-    """Return the size (rows, columns) of a block, which has one FP8 scale."""
+    """Return the block size (rows, columns) of FP8 weights; a block has one scale."""
     sizes = config.get("weight_block_size") or weights_of(config).get("block_structure") or _BLOCK
     is_valid = isinstance(sizes, list | tuple) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
     return tuple(sizes) if is_valid else _BLOCK
 
 
 def weights_of(config: Mapping) -> Mapping:
-    """Return the options for weights in a compressed-tensors config, from its first group."""
+    """Return `weights` in the first of a compressed-tensors config's `config_groups`, or {}."""
     groups = config.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     weights = first.get("weights") if isinstance(first, dict) else None
@@ -125,9 +125,10 @@ def weights_of(config: Mapping) -> Mapping:
 
 
 def column_orders(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors without duplicates of column permutations, and {weight: permutation name}.
+    """Return the tensors, and {name of a weight: name of the tensor with its column permutation}.
 
-    The permutation of the weight `*.weight` is stored as the tensor `*.column_order`.
+    The permutation of the weight `*.weight` is the tensor `*.column_order`. If several of these are
+    equal, only the first is returned, and it is used for all their weights.
     """
     found, orders, names = dict(tensors), dict[str, str](), dict[bytes, str]()
     for name, tensor in tensors.items():

@@ -184,7 +184,7 @@ def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, C
 
 
 def embedding_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
-    """Return the converter of texts, and a function that makes the converter of requests."""
+    """Return the converter of texts, and a function that makes the converter of OpenAI requests."""
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_records import Embeddings
     from castiron.pipelines.text.embedder import Embedder

@@ -33,7 +33,7 @@ def open_source(model: str | Path, options: Options, progress: Progress | None =
 
 @dataclass(frozen=True)
 class EncoderSizes:
-    """The sizes of the encode functions of an embedding model or reranker, in tokens."""
+    """The sizes of the functions that encode texts for embedding or reranking, in tokens."""
 
     context: int  # positions of the states
     widths: tuple[int, ...]  # tokens per call of each encode function

@@ -3,7 +3,7 @@
 The quantisation error of a column matters in proportion to the inputs of the column. So the
 unquantised model reads the text, and each matmul gets an extra result: for each column, the sum of
 its squared inputs over all tokens. For an expert, only the tokens that are routed to it count.
-`progress`: called with (name of a stage, fraction done).
+The parameter `progress` is called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations

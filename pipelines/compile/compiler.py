@@ -78,7 +78,7 @@ def compile_model(
         tiles: tiles by matmul name, instead of the results of `castiron tune`.
         keep: folder for the MLIR and a script that compiles it.
         evaluate: measures the accuracy of a bundle with fast numerics, if this machine can run it.
-        packed: another bundle; its weights file is linked if this bundle needs the same weights.
+        packed: another bundle; its weights file is linked if `out` needs the same weights.
         announce: called before the compilation starts, unless nothing is compiled.
     """
     report = progress or (lambda stage, done: None)

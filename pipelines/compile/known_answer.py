@@ -1,6 +1,7 @@
-"""Compute the known answer of a GPU bundle: results that its GPU must reproduce.
+"""Compute the known answer of a GPU bundle: results that the GPU must reproduce.
 
-These are the results of a small matmul for each codec, and logits of a decode on this CPU.
+These are the results of a small matmul for each codec (element type or quantisation) of the
+weights, and logits of decode steps on this CPU.
 """
 
 from __future__ import annotations

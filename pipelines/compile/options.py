@@ -85,7 +85,7 @@ class Options:
 
     @property
     def threads_or_cores(self) -> int:
-        """Return `threads`, or else this machine's physical cores (2 for another target)."""
+        """Return `threads`; by default physical cores, or 2 if the target is another machine."""
         return self.threads or (physical_cores() if self.target == "host" else DEFAULT_THREADS)
 
 

@@ -208,7 +208,8 @@ def _recurrent(name: str, asked: KernelRequest) -> Kernel:
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, KernelRequest], Kernel]:
     """Return a function that builds a model with one layer, and returns one of its kernels.
 
-    function: the model function with the kernel, such as "prefill"; decode_step for one token.
+    function: the model function with the kernel, such as "prefill"; not used for a request with one
+    token, whose kernel is taken from decode_step.
     keys: config keys for the sizes of --shape.
     """
 

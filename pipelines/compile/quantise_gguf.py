@@ -1,6 +1,6 @@
 """Write a checkpoint as a GGUF file with quantised weights, for castiron and llama.cpp.
 
-`progress`: called with (name of a stage, fraction done).
+The parameter `progress` is called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A codec is an element type or a quantisation, such as bf16 or q4_k. A mix, such 
 different codecs to different weights, as in llama.cpp (src/llama-quant.cpp). So a bundle is as
 large and as accurate as a GGUF file of the same type.
 
-An `Importance` has factors f32 [in] for a weight, by name: how much quantisation errors count in
+An `Importance` maps a weight's name to factors, f32 [in]: how much quantisation errors count in
 each column (see `calibration`). For a weight without factors, all columns count equally.
 """
 
@@ -52,8 +52,8 @@ def codecs_of(checkpoint: Checkpoint, weights: str, requantise: bool = False) ->
     """Return the codec of each tensor in the bundle, by name.
 
     weights: the value of --weights. Vectors keep the checkpoint's codec. If `weights` is a
-    quantisation, some matrices keep it too: routers, other small matrices, experts trained in
-    MXFP4, and matrices whose rows cannot be divided into blocks.
+    quantisation, some matrices also keep the checkpoint's codec: routers, other small matrices,
+    experts trained in MXFP4, and matrices whose rows cannot be divided into blocks.
 
     requantise: whether to quantise quantised matrices again, if this makes them smaller. If false,
     CheckpointError is raised if matrices would have to be quantised again.
@@ -105,9 +105,9 @@ def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str
     }
 
     def more_bits(name: str, pattern: re.Pattern) -> bool:
-        """Return whether the tensor's layer gets more bits.
+        """Return whether the tensor `name` gets more bits, because of its layer.
 
-        These are the first eighth of the layers, the last eighth, and every third layer between.
+        The layers with more bits are the first eighth, the last eighth, and every third between.
         """
         layer, layers = found[pattern].index(_layer_of(name)), len(found[pattern])
         return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2

@@ -1,8 +1,8 @@
 """Measure a bundle and other engines ("peers"): speed, time to first token and memory.
 
 For castiron, the result also has fractions of the machine's read bandwidth and peak FLOP/s. They
-come from the FLOP and bytes of each kernel in the bundle's manifest. `progress`: called with (name
-of a stage, fraction done).
+come from the FLOP and bytes of each kernel in the bundle's manifest. The parameter `progress` is
+called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ class Workload:
         """Return the fractions of the machine's limits that castiron reaches, by name.
 
         decode_roofline: bytes of weights and KV cache read per second, divided by the read
-        bandwidth. prefill_peak_share: FLOP per second, divided by the f32 peak; int8 activations
-        may exceed 1. Both are None for the lowering `portable`, whose manifests have no FLOP and
-        bytes.
+        bandwidth. prefill_peak_share: FLOP per second, divided by the f32 peak; with int8
+        activations, this can be above 1. Both are None for the lowering `portable`, whose
+        manifests have no FLOP and bytes.
         """
         if not self._kernels() or not all("weights" in kernel for kernel in self._kernels()):
             return {"decode_roofline": None, "prefill_peak_share": None}
@@ -154,8 +154,8 @@ class Workload:
     def decode_bytes(self, depth: int, tokens: int) -> float:
         """Return the bytes of weights and KV cache that a decode step reads on average.
 
-        depth: position of the first step. tokens: number of steps. Of the embedding, only one row
-        counts; of the experts, only those to which a token is routed.
+        depth: position of the first step. tokens: number of steps. Only one row of the embedding
+        counts, and only the experts to which a token is routed.
         """
         weights = sum(kernel["calls"] * kernel["weights"] for kernel in self._kernels())
         # Only kernels that read the KV cache have bytes that grow with the position; at position 0 they read one entry.

@@ -1,6 +1,6 @@
 """Measure several engines on one machine, each in its own process and in turns.
 
-`progress`: called with (name of a stage, fraction done).
+The parameter `progress` is called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Time one kernel with operands like those in a model, and compare it with the machine's limits.
 
-`progress`: called with (name of a stage, fraction done).
+The parameter `progress` is called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence
 def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
     """Return the max absolute difference, divided by the root mean square of `theirs`.
 
-    If `ours` has only one token, it is compared with the last token in `theirs`. If the sizes
-    differ, the result is None.
+    If `ours` has only one token, it is compared with the last token in `theirs`. If the
+    sizes to compare differ, the result is None.
     """
     rows = theirs.reshape(len(theirs), -1) if theirs.ndim > 1 else theirs[None]
     mine = ours.reshape(len(ours), -1)

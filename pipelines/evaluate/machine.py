@@ -265,8 +265,8 @@ class Machine:
 def peak_of(kernel: str) -> str:
     """Return the key of PEAKS for the arithmetic of a kernel, given the kernel's name.
 
-    Exact matmuls on matrix units split x into at least three bf16 parts, so they reach at most a
-    third of the bf16 peak.
+    Exact matmuls on matrix units split each f32 activation into at least three bf16 parts, so they
+    reach at most a third of the bf16 peak.
     """
     return next((peak for part, peak in _PEAK_OF.items() if part in kernel), "peak_gflop_s")
 

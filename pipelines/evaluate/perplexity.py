@@ -113,7 +113,8 @@ class Chunk:
 def bundle_rows(session: Session, steps: bool = False) -> Rows:
     """Return a function that yields a bundle's logits, f32 [vocab], after each token of a text.
 
-    steps: whether to compute the logits with decode_step instead of verify functions.
+    steps: whether to compute the logits with decode_step, one token per call, instead of the verify
+    functions, several tokens per call.
     """
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:

@@ -1,7 +1,7 @@
 """Write GGUF files with random weights in the shapes of known models to the cache.
 
 llama.cpp can read these files too.
-`progress`: called with (name of a stage, fraction done).
+The parameter `progress` is called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ module, in which every matmul has one candidate for its tiles. IREE's profiler t
 module and the module with default tiles in turns. After all rounds, the fastest candidate of each
 matmul is timed again. The candidate is used if it is faster again, and if a bundle with all such
 candidates generates the same tokens.
-`progress`: called with (name of a stage, fraction done).
+The parameter `progress` is called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Bench:
         return open_bundle(self.directory / name)
 
     def matmuls(self) -> dict[str, MatmulSearch]:
-        """Return {matmul's name: new search}; it uses the first function with the matmul."""
+        """Return {matmul's name: new search}; a search uses the first function with the matmul."""
         return {name: MatmulSearch(matmul, function) for name, (matmul, function, _) in self.kernels.items()}
 
     def gains(self, tiles: TilesByMatmul, repeats: int) -> dict[str, tuple[float, float]]:
@@ -216,7 +216,7 @@ def prompts_of(bundle: Bundle) -> list[list[int]]:
 
 
 def answers(bundle: Bundle, threads: int, prompts: list[list[int]]) -> list[list[int]]:
-    """Return the tokens after `prompts` from decode steps, verify functions and batch functions."""
+    """Return the tokens that decode, verify and batch functions generate after `prompts`."""
     session, found = Session(bundle, threads), []
     for prompt in prompts:
         tokens = greedy(session, prompt, TOKENS)

@@ -294,7 +294,7 @@ _OTHER_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.js
 def dequantised(path: Path) -> Iterator[Path]:
     """Yield an HF directory of the model that transformers can read without other libraries.
 
-    This is `path`. If its quantisation, such as GPTQ, needs a library, it is a temporary copy in
+    This is `path` or, if its quantisation needs another library (as GPTQ does), a temporary copy in
     f32.
     """
     full_config = json_object(path / CONFIG) if path.is_dir() else None

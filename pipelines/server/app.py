@@ -59,7 +59,8 @@ class Access:
     def __init__(self, keys: Sequence[str] = (), origins: Sequence[str] = (), local: bool = False):
         """Accept requests with one of the `keys`, or all requests if there are no keys.
 
-        `origins`: sites whose pages may send requests, "*" for all.
+        `origins`: sites whose pages may send requests, "*" for all. `local`: whether the server
+        listens on this machine only.
         """
         self.keys = [key.encode(errors="surrogateescape") for key in keys]
         self.origins, self.local = origins, local
