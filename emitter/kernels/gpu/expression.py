@@ -169,7 +169,8 @@ class FinishedHead:
 class _Elements:
     """An emitter of code that computes elements of an expression.
 
-    b: the `GpuBody`. hole: the element of the kernel's result, or a head that has the element.
+    b: the `GpuBody`. hole: what replaces `expression.hole`: an element of the kernel's result, or
+    the head that has the element.
     """
 
     b: GpuBody
