@@ -65,7 +65,7 @@ class HeadLayout:
         return "_".join(parts)
 
     def operands(self, context: int) -> dict[str, TensorType]:
-        """Return the types of the operands with which kernels normalise and rotate q and k, by name.
+        """Return the types of the operands that norm and rotation of q and k need, by name.
 
         cos, sin: f32 [context, rotary_dim / 2], if there is rotary embedding.
         q_norm, k_norm: weights of the norms, if there are norms. A norm over a head has the shape

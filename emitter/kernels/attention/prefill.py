@@ -138,8 +138,8 @@ class _Shape:
 
     columns: number of (token, query head) pairs of a tile, in `vectors` vectors of `width` lanes.
     rows: number of keys whose scores are in registers at a time.
-    out_columns, out_vectors: for `out_columns` pairs at a time, `out_vectors` vectors of the result
-        are in registers. Such a vector has `out_width` elements of head_dim.
+    out_columns, out_vectors: the registers have `out_vectors` vectors of the result of each of
+        `out_columns` pairs at a time. Such a vector has `out_width` elements of head_dim.
     """
 
     def __init__(self, columns: int, hd: int, isa: Isa, cache: Cache):

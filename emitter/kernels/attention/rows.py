@@ -81,8 +81,8 @@ class Rows:
         """Emit code that stores a key or value in the cache.
 
         read(d): returns the f32 vector to store, whose first element is element d of the row.
-        on_store(d, x): called after each store. x is the stored vector, rounded to the format of the
-        cache and converted back to f32.
+        on_store(d, x): called after each store. x is the stored vector, rounded to the cache's
+        format and converted back to f32.
         """
         b, group, at = self.b, self.cache.group(self.head_dim), self.indices(at)
         if not self.cache.grouped:

@@ -135,9 +135,9 @@ class Step:
     """A writer of code that multiplies int8 x by weights and adds the results to f32 sums.
 
     A step covers GROUP (32) elements of in_features. An element of x is x_scale * n, for an int8 n.
-    A weight is scale * code + base, where code is the stored code. The instruction multiplies
-    n by c = code + bias, where `Dot.bias` makes codes unsigned. For each codec group, whose elements share scale
-    and base, a step adds
+    A weight is scale * code + base, where code is the stored code. The instruction multiplies n
+    by c = code + bias, where `Dot.bias` makes codes unsigned. For each codec group, whose elements
+    share scale and base, a step adds
 
         scale * x_scale * sum(c * n) + (base - bias * scale) * sum(x)         if the codec has minima
         scale * x_scale * (sum(c * n) - (offset + bias) * sum(n))             otherwise
