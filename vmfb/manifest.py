@@ -323,7 +323,7 @@ def check(manifest: Manifest) -> None:
     # Ids are i32, and each has an embedding of at least one byte; a weights file has at least a page.
     limit = min(max(manifest.files[WEIGHTS].size, 4096) if WEIGHTS in manifest.files else 2**31, 2**31 - 1)
     if manifest.vocab > limit:
-        raise RecordError(f"manifest field 'vocab' is {manifest.vocab}, but the weights have at most {limit} rows")
+        raise RecordError(f"manifest field 'vocab' is {manifest.vocab}, but the weights file has space for {limit} rows only")
     _check_states(manifest)
     _check_facts("source", manifest.source)
     _check_facts("compile", manifest.compile)

@@ -73,7 +73,9 @@ class Upload:
         if key not in self._buffers:
             data = self._tensors[name][start : start + size]
             if len(data) != size:
-                raise ValueError(f"parameter {name} has {len(self._tensors[name])} bytes, but the model reads {start + size}")
+                raise ValueError(
+                    f"parameter {name} has {len(self._tensors[name])} bytes, but the model reads up to byte {start + size}"
+                )
             with allocating(size, self._info):
                 self._buffers[key] = self._device.allocator.allocate_buffer_copy(
                     memory_type=memory_type,

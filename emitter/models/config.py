@@ -247,7 +247,7 @@ class ConfigReader:
         kind = entry.get("rope_type") or entry.get("type")
         if kind == "proportional":
             if unknown := set(entry) - {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}:
-                raise EmitError(f"rope scaling 'proportional' has the unknown key {', '.join(sorted(unknown))}")
+                raise EmitError(f"rope scaling 'proportional' has unknown keys: {', '.join(sorted(unknown))}")
             share, factor = entry.get("partial_rotary_factor", 1.0), entry.get("factor", 1.0)
             return proportional(entry.get("rope_theta") or theta, rotary_dim, share, factor, max_positions)
         if original is not None and kind in WITH_ORIGINAL_LENGTH:

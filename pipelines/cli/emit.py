@@ -96,7 +96,7 @@ def _kernel(args: argparse.Namespace) -> Module:
     if args.model or args.function or args.layer is not None:
         raise PipelineError("--kernel cannot be combined with MODEL, --function or --layer; remove --kernel or the others")
     if options.lowering != "kernels" or args.weights_as != "parameters":
-        raise PipelineError("a kernel has no StableHLO form; remove --lowering and --weights-as")
+        raise PipelineError("--lowering and --weights-as are for models, not for --kernel; remove them")
     if not args.shape:
         raise PipelineError(f"--kernel {args.kernel} needs --shape; see castiron emit --help")
     kernel = named_kernel(

@@ -80,7 +80,9 @@ def main(args: argparse.Namespace) -> int:
     }  # fmt: skip
     print(json.dumps(result) if args.json else "\n".join(table(result)))
     if changed:
-        print_message(f"no faster tiles are used, because these changed tokens: {', '.join(result['changed_tokens'])}")
+        print_message(
+            f"faster tiles are not used, because the model's tokens change with them: {', '.join(result['changed_tokens'])}"
+        )
     return 0
 
 

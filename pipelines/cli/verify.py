@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(facts, ensure_ascii=False))
     else:
         if skipped:
-            print_message(f"skipped, longer than the context of {context}: {', '.join(skipped)}")
+            print_message(f"skipped (longer than the context of {context} tokens): {', '.join(skipped)}")
         print(f"{exact} of {len(found)} prompts exact over {args.max_tokens} tokens each")
     return 0 if exact == len(found) else 1
 

@@ -85,7 +85,7 @@ class Generate:
         if taken := [name for name in ANSWER if name in names]:
             raise PipelineError(f"the rows already have a column {taken[0]}, in which answers are stored; rename or drop it")
         if not {self.prompt, self.messages} & set(names):
-            raise PipelineError(f"the rows have no column {self.prompt} or {self.messages}, only {', '.join(names)}; add one")
+            raise PipelineError(f"the rows have the columns {', '.join(names)}; add a column {self.prompt} or {self.messages}")
         columns = [batch.column(name).to_pylist() for name in (self.prompt, self.messages) if name in names]
         return _with_answers(batch, self.answers([_prompt(values) for values in zip(*columns)]))
 

@@ -49,7 +49,9 @@ def open_or_compile(
     path = model.path if isinstance(model, Bundle) else Path(model).expanduser()
     if is_bundle(model):
         if options is not None:
-            raise PipelineError(f"options given for a compiled bundle: {path}; give the checkpoint instead")
+            raise PipelineError(
+                f"{path} is already compiled, so its options cannot change; remove them, or give the checkpoint"
+            )
         return open_bundle(model if isinstance(model, Bundle) else path, full_check=full_check)
     from castiron.pipelines.checkpoints.catalogue import canonical_name
     from castiron.pipelines.compile.compiler import existing

@@ -79,7 +79,7 @@ def print_memory(manifest: Manifest, slots: int, draft: Manifest | None = None) 
     total = need.total + (of_draft.total if of_draft else 0)
     drafts = f"; draft: {of_draft}" if of_draft else ""
     available = "" if manifest.target.driver else f", of {megabytes(total_bytes())}"
-    print_message(f"memory: {need}{drafts}; {megabytes(total)} at most{available}")
+    print_message(f"memory: {need}{drafts}; up to {megabytes(total)} in all{available}")
     warn_of_shortage(mapped_weights(manifest, *([draft] if draft else [])))
 
 

@@ -197,9 +197,7 @@ class PrefixStore:
 
     def _write(self, tokens: np.ndarray, rows: Sequence[np.ndarray]) -> int:
         if (size := file_bytes(tokens, rows)) > self.max_bytes:
-            print_message(
-                f"a state of {len(tokens)} tokens takes {megabytes(size)}, over --prefix-cache-size; the state is not stored"
-            )
+            print_message(f"the state after {len(tokens)} tokens is not stored: {megabytes(size)} exceed --prefix-cache-size")
             return 0
         name = hashlib.sha256(tokens.tobytes()).hexdigest()[:32] + SUFFIX
         try:

@@ -95,7 +95,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     if kind != "application/json" and "origin" in request.headers:
         # A page of any site can send other content types without a preflight request. Only browsers send an Origin header, so
         # other clients may leave the content type out.
-        raise ApiError(415, f"web pages cannot send content type {kind!r:.60}; send 'Content-Type: application/json'")
+        raise ApiError(415, f"content type {kind!r:.60} is not accepted from web pages; send 'Content-Type: application/json'")
     too_large = ApiError(413, f"request body too large: the limit is {limit} bytes; send less", code="body_too_large")
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length[:20]) > limit:

@@ -163,5 +163,5 @@ def print_cut(tokens: Sequence[Tokens], max_tokens: int) -> None:
     """Print how many texts were truncated to `max_tokens` tokens, if any."""
     if cut := sum(each.cut for each in tokens):
         print_message(
-            f"{cut} of {len(tokens)} texts ha{'ve' if cut > 1 else 's'} more than {max_tokens} tokens; the rest is cut off"
+            f"{cut} of {len(tokens)} texts exceed{'s' * (cut == 1)} {max_tokens} tokens; only the first {max_tokens} are used"
         )

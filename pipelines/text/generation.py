@@ -290,6 +290,6 @@ def check_draft(draft: Bundle, target: Bundle) -> None:
     differs = next((index for index, (first, second) in pairs if first != second), None)
     if differs is not None:
         raise PipelineError(
-            f"the vocabularies of draft {draft.path} and model {target.path} first differ at token {differs}; use a smaller "
-            "model of the same family"
+            f"the vocabularies of draft {draft.path} and model {target.path} first differ at token {differs}; use a "
+            "smaller model of the same family as the draft"
         )

@@ -62,7 +62,7 @@ class ToolFormat:
             if form and form.style not in STYLES:
                 raise RecordError(f"tool_format.style is {short(repr(form.style))}, not one of {', '.join(STYLES)}")
             if form and (unknown := sorted(form.key_end.keys() - set(KINDS))):
-                raise RecordError(f"tool_format.key_end has the unknown type {short(repr(unknown[0]))}")
+                raise RecordError(f"tool_format.key_end has an entry for the unknown type {short(repr(unknown[0]))}")
         except RecordError as error:
             raise PipelineError(f"{manifest.name} has an invalid manifest: {error}; compile the bundle again") from None
         return form

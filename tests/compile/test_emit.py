@@ -146,7 +146,7 @@ def test_help_lists_the_shape_of_each_kernel_and_its_example_fits(capsys):
         ("--kernel gemm --shape 16x32 --tokens 8", "--tokens takes 9 and up"),
         ("--kernel argmax --shape 16 --tokens 0", "--tokens takes 1 and up"),
         ("--kernel attention_decode --shape 9x2x64", "does not fit attention_decode: 9 heads are not a multiple of 2 kv heads"),
-        ("--kernel gemv --shape 16x32 --lowering portable", "no StableHLO form"),
+        ("--kernel gemv --shape 16x32 --lowering portable", "are for models, not for --kernel"),
         ("MODEL --kernel gemv --shape 16x32", "--kernel cannot be combined with MODEL, --function or --layer"),
         ("MODEL --layer 3", "no layer 3; --layer takes 0 to 2"),
         ("MODEL --layer -1", "no layer -1"),

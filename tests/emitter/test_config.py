@@ -203,7 +203,7 @@ def test_ignores_fields_of_hfs_base_config():
         (
             "gemma4_text",
             {"rope_parameters": {"full_attention": {"rope_type": "proportional", "beta_fast": 1}, "sliding_attention": {}}},
-            "'proportional' has the unknown key beta_fast",
+            "'proportional' has unknown keys: beta_fast",
         ),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "is 'noaux_tc'; supported are greedy, group_limited_greedy"),
         ("deepseek_v2", {"norm_topk_prob": True}, "config is True; only False is supported"),

@@ -302,7 +302,9 @@ def test_strings_and_paths_are_the_same_everywhere(checkpoint, tmp_path, form):
     assert castiron.load(packed, threads=1).generate([1, 2, 3], max_tokens=4, stop_tokens=()).tokens == expected
     assert castiron.Engine(location, 1).manifest == castiron.open(location).manifest and castiron.open(location) == bundle
     assert castiron.load_tokenizer(form(toy_text.write(tmp_path / "toy"))).eos == (toy_text.EOS,)
-    with pytest.raises(PipelineError, match="options given for a compiled bundle: .*; give the checkpoint"):
+    with pytest.raises(
+        PipelineError, match="is already compiled, so its options cannot change; remove them, or give the checkpoint"
+    ):
         castiron.load(location, batch=4)
     assert castiron.load(location, threads=1, context=8).context == 8
     with pytest.raises(TypeError, match="contxt"):

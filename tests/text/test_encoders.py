@@ -150,7 +150,7 @@ def test_texts_have_prompts_and_are_cut(qwen, capfd):
         np.testing.assert_array_equal(model.embed(ids), model.embed("Ice"))
         assert capfd.readouterr().err == ""
         np.testing.assert_allclose(model.embed(["x" * 59, "y"])[0], expected("x" * 59), atol=CLOSE)
-        assert "1 of 2 texts has more than 60 tokens; the rest is cut off" in capfd.readouterr().err
+        assert "1 of 2 texts exceeds 60 tokens; only the first 60 are used" in capfd.readouterr().err
         short = model.embed(TEXTS, dimensions=5)
         np.testing.assert_allclose(short, found[:, :5] / np.linalg.norm(found[:, :5], axis=1, keepdims=True), atol=1e-6)
         assert model.embed([], dimensions=5).shape == (0, 5)
