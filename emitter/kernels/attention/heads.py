@@ -83,7 +83,7 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a row of the memref `buffer`, which begins at element `offset` of the row.
+    """A part of a row of the memref `buffer`; the part begins at element `offset` of the row.
 
     lead: the indices of the row, in all dimensions of `buffer` but the last.
     """
