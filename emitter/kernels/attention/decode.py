@@ -3,13 +3,13 @@
 Short contexts are divided among workgroups by kv head. Long contexts are divided by position, so
 that all threads read equal parts of the cache in memory order; the last workgroup to finish
 combines the partial results. No workgroup reads the cache row that is written in this dispatch: the
-token's own key and value come from qkv.
+token's own key and value come from qkv. The reference of a head is about its maximum score so far.
 
     each workgroup has a group of `per` kv heads, and a number `slot`; the token at position pos attends to low .. pos
       short context: the workgroup computes kv head `slot` of the group for low .. pos - 1       none if slot >= per
       long context: it computes all kv heads of the group for part `slot` of low .. pos - 1
       q [heads, head_dim] = scale * rope(norm(q))                           the query heads of these kv heads; stack
-      values [heads, head_dim], sums [heads] = 0, references [heads] = -1e30       as in `attention.workgroup`; stack
+      values [heads, head_dim], sums [heads] = 0, references [heads] = -1e30       see `attention.workgroup`; stack
       short context, or slot 0 of a long context:
         k[layer, pos], v[layer, pos] = rope(norm(k)), v                                                      memory
         values, sums, references = v, 1, q . k                     the token itself; then add the sinks, if any
@@ -89,7 +89,7 @@ class DecodeTokens:
         return position, b.negate(b.less(row, b.to_index(b.load(given["length"]))))
 
     def runs(self, given: Mapping[str, np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield (index, first row of qkv, token positions i64 [n]) of each active sequence.
+        """Yield (index of sequence, first row of qkv, token positions i64 [n]), without idle rows.
 
         given: the kernel's operands as NumPy arrays, by name.
         """
@@ -140,9 +140,9 @@ def attention_decode(
         memory for partial results.
 
     A context of more than `split_from` positions (None: a default) is divided among at most
-    `splits` workgroups, a power of two. A counter counts the workgroups that have finished. All
-    layers share the counters. They must be zero before the first call, and are zero after each
-    call.
+    `splits` workgroups; `splits` must be a power of two. A counter counts the workgroups that have
+    finished. All layers share the counters. They must be zero before the first call, and are zero
+    after each call.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
     context, cache = caches.context, caches.format
@@ -277,7 +277,7 @@ class _Parts:
 
     The memref `scratch` has three arrays, for T rows of qkv:
     [T, heads, splits, head_dim]: sums of w * value, where w is exp(score - reference);
-    [T, heads, splits]: references;
+    [T, heads, splits]: references; the reference of a head is about its maximum score;
     [T, heads, splits]: sums of w.
     rows: T, and the index of the token's row.
     """
@@ -303,9 +303,10 @@ class _Parts:
                 b.vstore(value, self.scratch, b.add(b.mul(row, self.hd), d.index))
 
     def join(self, head: Ssa, count: Index, out: Ssa, width: int) -> None:
-        """Emit code that combines the first `count` partial results of query head `head` in `out`.
+        """Emit code that combines the first `count` partial results of query head `head`.
 
-        out: memref f32 [T, heads * head_dim]. width: number of elements of a vector.
+        out: memref f32 [T, heads * head_dim], which gets the combined result. width: number of
+        elements of a vector.
         """
         b, splits = self.b, self.splits
         row = b.mul(b.add(self.before, head), splits)

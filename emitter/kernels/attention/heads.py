@@ -65,7 +65,7 @@ class HeadLayout:
         return "_".join(parts)
 
     def operands(self, context: int) -> dict[str, TensorType]:
-        """Return the types of the kernel's operands for norm and rotation of q and k, by name.
+        """Return the types of the operands that norm and rotation of q and k need, by name.
 
         cos, sin: f32 [context, rotary_dim / 2], if there is rotary embedding.
         q_norm, k_norm: weights of the norms, if there are norms. A norm over a head has the shape
@@ -83,7 +83,7 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a row of the memref `buffer`, which begins at element `offset` of the row.
+    """A part of a row of the memref `buffer`; the part begins at element `offset` of the row.
 
     lead: the indices of the row, in all dimensions of `buffer` but the last.
     """

@@ -134,12 +134,12 @@ def attention_prefill(caches: Caches, T: int, layout: HeadLayout, scores: Scores
 
 
 class _Shape:
-    """The tile sizes of `attention_prefill`; each size divides what it tiles.
+    """The tile sizes of `attention_prefill`.
 
     columns: number of (token, query head) pairs of a tile, in `vectors` vectors of `width` lanes.
     rows: number of keys whose scores are in registers at a time.
-    out_columns, out_vectors: for `out_columns` pairs at a time, `out_vectors` vectors of the result
-        are in registers. Such a vector has `out_width` elements of head_dim.
+    out_columns, out_vectors: the registers have `out_vectors` vectors of the result of each of
+        `out_columns` pairs at a time. Such a vector has `out_width` elements of head_dim.
     """
 
     def __init__(self, columns: int, hd: int, isa: Isa, cache: Cache):
@@ -252,8 +252,8 @@ class _Tile:
     def score_rows(self, first: Index, last: Index, j: Index) -> None:
         """Emit code that stores the scores of `shape.rows` keys in `self.scores` from row `j` on.
 
-        The score of a masked key is NEVER. first: position of the first key. last: last position
-        that the tile attends to.
+        The score of a masked key is NEVER, -1e30. first: position of the first key. last: last
+        position that the tile attends to.
         """
         b, shape = self.b, self.shape
         rows = [b.min(b.add(first, i), last) for i in range(shape.rows)]
@@ -338,8 +338,9 @@ class _Tile:
     def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Ssa) -> None:
         """Emit code for out = rescale * out + weights @ values, for one register tile of `out`.
 
-        weights: the softmax weights of the tile. values: those of `count` positions from `first`
-        on. The register tile begins at `column` and at element `d` of head_dim.
+        rescale: a factor for each column, which adapts `out` to a new maximum score. weights: the
+        softmax weights of the tile. values: the values of `count` positions from `first` on. The
+        register tile begins at `column` and at element `d` of head_dim.
         """
         b, shape = self.b, self.shape
         width = shape.out_width

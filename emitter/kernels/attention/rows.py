@@ -81,8 +81,8 @@ class Rows:
         """Emit code that stores a key or value in the cache.
 
         read(d): returns the f32 vector to store, whose first element is element d of the row.
-        on_store(d, x): called after each store, with the stored vector x as a load from the cache
-        would return it, which is rounded f32.
+        on_store(d, x): called after each store. x is the stored vector, rounded to the cache's
+        format and converted back to f32.
         """
         b, group, at = self.b, self.cache.group(self.head_dim), self.indices(at)
         if not self.cache.grouped:
@@ -115,8 +115,8 @@ class Rows:
     def part(self, at: Sequence[Index], first: Index, size: int) -> Callable[[int], Ssa]:
         """Return a function load(offset), which loads the f32 vector at element first + offset.
 
-        size: number of elements that the function may load, from element `first` of the row on. It
-        must divide `first`, and `Cache.cuts` must be true for it.
+        size: number of elements that the function may load, from element `first` of the row on.
+        `size` must divide `first`, and `Cache.cuts` must be true for `size`.
         """
         b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.indices(at)
         if not self.cache.grouped:

@@ -164,8 +164,9 @@ class Workgroup:
     def sink(self, g: Index, head: Index, score: Ssa, one: Ssa) -> None:
         """Emit code that adds the sink of a query head, a score without a value, to the softmax.
 
-        head: index of the query head in the model. score: the scalar score of the token's own key.
-        one: the vector 1, 0, 0, ..., which limits an addition to lane 0.
+        head: index of the query head in the model. score: the scalar score of the token's own key,
+        which is the only score in the softmax so far. one: the vector 1, 0, 0, ..., which limits an
+        addition to lane 0.
         """
         b, lanes = self.b, self.lanes
         score, sink = (b.broadcast(x, lanes) for x in (score, b.load(self.token.given["sinks"], head)))
@@ -209,8 +210,8 @@ class Workgroup:
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
         """Emit a load of one word of each cache line in `lines`, to prefetch from a KV cache.
 
-        Line 0 begins at byte `at`. Bytes are counted in the rows of this workgroup's kv heads only.
-        base: address of the KV cache. row: index of the first row in the layer.
+        Line 0 begins at byte `at`. Bytes are counted from position `row` of the layer on, without
+        those of other workgroups' kv heads. base: address of the KV cache.
         """
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes

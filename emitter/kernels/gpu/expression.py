@@ -169,7 +169,8 @@ class FinishedHead:
 class _Elements:
     """An emitter of code that computes elements of an expression.
 
-    b: the `GpuBody`. hole: the element of the kernel's result, or a head that has the element.
+    b: the `GpuBody`. hole: what replaces `expression.hole`: an element of the kernel's result, or
+    the head that has the element.
     """
 
     b: GpuBody
@@ -271,9 +272,9 @@ class _Elements:
         return loop.results[0]
 
     def _split(self, linear: Index, dims: Sequence[int], extents: Sequence[int]) -> dict[int, Index]:
-        """Return the index in each of `dims` of element number `linear` of a tensor.
+        """Split a row-major linear index over the dimensions `dims` into an index for each of them.
 
-        extents: the shape of the tensor.
+        extents: the sizes of these dimensions.
         """
         found: dict[int, Index] = {}
         for i in reversed(range(len(dims))):

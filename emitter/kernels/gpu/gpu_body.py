@@ -148,7 +148,7 @@ class GpuBody(Body):
             yield loop
 
     def sums(self, thread: Ssa, values: Sequence[Ssa], lanes: int, op: str = "addf") -> tuple[Ssa, int]:
-        """Add each value over groups of threads; return (shared memref, index of the first sum).
+        """Add each value over groups of threads; return (shared memref with all sums, `first`).
 
         A group is `lanes` consecutive threads, a power of two. With n = threads / lanes groups, the
         sum of values[i] over group g is element first + i * n + g of the memref. op: "addf", or

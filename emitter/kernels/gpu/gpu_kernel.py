@@ -25,7 +25,8 @@ class GpuKernel(Kernel):
     reads_rarely: operands whose elements are each read at most twice in a dispatch. This kernel may
         compute such an operand, even if an element is a dot product.
     heads: if not 0, workgroup i computes head i % heads of row i / heads of the first result
-        [rows, heads * head_dim]. This kernel may then continue the complete head.
+        [rows, heads * head_dim]. Then this kernel may also apply operations that need all elements
+        of a head, such as an RMS norm, to its result.
     """
 
     threads: int = 64

@@ -104,7 +104,8 @@ def _lanes(units: int) -> int:
 def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
     """Return the kernel of a matmul of up to `MAX_TOKENS` tokens, or of (token, expert) pairs.
 
-    Operands: see `operands`. Result: y f32 [tokens, out].
+    Operands: see `operands`. Result: y f32 [tokens, out]. With experts, `tokens` is the number of
+    (token, expert) pairs.
 
     summed: with experts, the number of consecutive pairs whose results are added to one row of y,
     or 0. If it is not 0, the operand `weights`, f32 [tokens], has a factor for each pair, and y and

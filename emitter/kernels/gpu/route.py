@@ -90,7 +90,7 @@ def route(
 
 
 def _rank(b: GpuBody, scores: Ssa, count: int, i: Index) -> Ssa:
-    """Return the rank of score `i` among `count` scores; equal scores are ranked by index."""
+    """Return the rank of score `i`: 0 for the largest; of equal scores, the first comes first."""
     score = b.load(scores, i)
     with b.loop(0, count, carry=[b.i32(0)]) as other:
         x = b.load(scores, other.index)

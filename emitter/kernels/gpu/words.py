@@ -43,7 +43,7 @@ NATIVE = {
 
 
 def widened(codec_name: str) -> str | None:
-    """Return a text for users on how GPU kernels store a codec; None for codecs in `NATIVE`.
+    """Return a text for users on how GPU kernels store weights; None for codecs in `NATIVE`.
 
     The weights have the same values as in the codec's format, but take more memory.
     """
@@ -60,9 +60,10 @@ def widened(codec_name: str) -> str | None:
 class Layout:
     """How a row of weights is stored as 32-bit words.
 
-    bits: size of a code. scales: a key of `SCALES`. group: elements that share a scale. offset:
-    number that is added to a signed code to store it. minimum: the sign of minima
-    (`Codec.minimum`). Codes of 16 bits or more are floats. A unit is 8 elements.
+    bits: size of a code. scales: a key of `SCALES`. group: number of elements that share a
+    scale. offset: number that is added to a signed code to store it. minimum: 1 if a minimum is
+    added to each element, -1 if it is subtracted, 0 if there are no minima. Codes of 16 bits or
+    more are floats. A unit is 8 elements.
     """
 
     codec: str

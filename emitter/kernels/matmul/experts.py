@@ -27,8 +27,8 @@ With more pairs, the weights of an expert are decoded once for all of its pairs.
             y[pairs, set] = epilogue(sums)                                                                 memory
       y[a share of the padding: pairs from per_row * `length` on] = 0
 
-A block is multiplied in tiles of `rows` pairs. If fewer pairs are left at the end of a block, they
-are multiplied in tiles of `rest` pairs, which give the same bits.
+A block is multiplied in tiles of `rows` pairs. If fewer than `rows` pairs are left at the end of a
+block, they are multiplied in tiles of `rest` pairs, which give the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -150,8 +150,8 @@ class Grouped(Gemm):
     """A writer of the body of a GEMM over blocks of (token, expert) pairs that have one expert.
 
     Arguments of the methods:
-    first_block, block: index of the first 16-row block of the weight to multiply, in the expert's
-        weight and in the stacked weight of all experts.
+    first_block: index of the first 16-row block to multiply, in the expert's weight.
+    block: index of the same block in the stacked weight of all experts.
     count: number of pairs in the current block of pairs.
     """
 
@@ -207,7 +207,7 @@ class Grouped(Gemm):
             b.store(b.binary("addi", b.load(self.counts, expert), one), self.counts, expert)
 
     def _gather(self, expert: Index, first: Index, real: Index) -> None:
-        """Emit code that stores the indices of the pairs of a block of `expert` in `self.pairs`.
+        """Emit code that stores in `self.pairs` the indices of a block of pairs of `expert`.
 
         first: number of pairs of this expert in earlier blocks. real: number of pairs of all
         experts, without padding.
@@ -245,7 +245,7 @@ class Grouped(Gemm):
                     self._direct_tile(sides, full, size)
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
-        """Emit code that multiplies `rows` pairs by the weights in `sides`, to `self.sums`.
+        """Emit code that stores in `self.sums` the dot products of `rows` pairs with weight rows.
 
         token: index of the first pair in the current block of pairs. sides: the vectors of weight
         rows, each as (16-row block, index of the vector in the block, column of `self.sums` for the

@@ -19,17 +19,23 @@ computes a few row blocks of the weight for a block of tokens, one panel after a
 Rows of x from `length` on are computed only as padding of the last tile; their results are zeros.
 
 `GemmCanonical`, for quantised weights, adds in the same order as `gemv`, so that a token's results
-have the same bits for any number of tokens. Its panel has codes, not weights. A codec group is the
-elements of a row that share a scale. `x_sums` has the sum of x over each codec group, multiplied by
-a factor (`prepared_x.group_sum`), which is -offset for codes with an offset. The sum of x * code
-over a group is computed in registers, multiplied by the group's scale and added to `sums`:
+have the same bits for any number of tokens. Its panel has stored codes. A codec group is the
+elements of a row that share a scale. `x_sums` has the sum of x over each codec group, times a
+factor that depends on the formula of a weight (`codec.Parts`):
+
+    d * scale * code + m * minimum       factor 1
+    d * scale * code - m * minimum       factor -1
+    d * scale * (code - offset)          factor -offset
+
+The loops are:
 
           for tile of `rows` tokens:
             for 16 * `wide` columns:
               for group in depth:
                 acc [rows, 16 * wide] = 0, or x_sums[token, group] if the codes have an offset        registers
                 for j in group: acc += x[token, k + j] * codes[j]   x broadcast from memory
-                sums[tile] += d * scale * acc + m * minimum * x_sums[token, group]                       stack
+                sums[tile] += d * scale * acc                                                          stack
+                if the codec has minima: sums[tile] += m * minimum * x_sums[token, group]
 
 `gemv` multiplies codes, and divides x, by powers of two (`code_factors`). `GemmCanonical` does not.
 Both give the same bits unless |x| is below 1e-30.

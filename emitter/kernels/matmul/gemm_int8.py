@@ -1,8 +1,9 @@
 """Compute Y = X W^T with x in int8 (`round_x`); the sums of a group are exact in s32.
 
 A weight is scale * code + base, where code is the stored code; each codec group has a scale and a
-base. A table of floats, such as that of NF4, is rounded to int8. `GemmInt8`, for a chunk of tokens,
-is like `gemm`, but its panel has codes as bytes:
+base. `x_scale` is the scale of 32 elements of x, and `x_sum` the sum of x over a codec group. A
+table of floats, such as that of NF4, is rounded to int8. `GemmInt8`, for a chunk of tokens, is like
+`gemm`, but its panel has codes as bytes:
 
     each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:
@@ -133,10 +134,10 @@ class GemmInt8(Gemm):
 class Step:
     """A writer of code that multiplies int8 x by weights and adds the results to f32 sums.
 
-    A step covers GROUP (32) elements of in_features. An x of a step is x_scale * n, for an int8 n.
-    A weight is scale * code + base, for a stored code. The instruction multiplies n by c = code +
-    bias, where `Dot.bias` makes codes unsigned. For each codec group, whose elements share scale
-    and base, a step adds
+    A step covers GROUP (32) elements of in_features. An element of x is x_scale * n, for an int8 n.
+    A weight is scale * code + base, where code is the stored code. The instruction multiplies n
+    by c = code + bias, where `Dot.bias` makes codes unsigned. For each codec group, whose elements
+    share scale and base, a step adds
 
         scale * x_scale * sum(c * n) + (base - bias * scale) * sum(x)         if the codec has minima
         scale * x_scale * (sum(c * n) - (offset + bias) * sum(n))             otherwise

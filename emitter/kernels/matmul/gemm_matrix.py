@@ -4,7 +4,8 @@ Each x and weight is split into bf16 pieces, whose sum is exactly the number: th
 f32, two for an f16, one for a bf16 or a code. Piece i of x is multiplied by piece j of w if
 i + j < 3. The other products are below the precision of f32. `--numerics fast` instead rounds x and
 weights to the nearest bf16, which is then the only piece. The loops are those of `gemm`, with pairs
-of bf16 in the panel and in x (`split_x`):
+of bf16 in the panel and in x (`split_x`). A quantised weight is scale * code + minimum; every codec
+group has a scale and a minimum, and `x_sum` is the sum of x over the group:
 
     each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:

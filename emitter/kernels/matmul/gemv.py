@@ -6,9 +6,12 @@ costs only a mask, a conversion and an fma. A set is one or more 16-row blocks o
 set has blocks of gate and of up. The blocks of a set are consecutive. With tables (see below), the
 blocks are far apart instead, because a core reads a few long streams faster than many short ones.
 
+A weight is d * scale * code plus or minus m * minimum, or d * scale * (code - offset). Each codec
+block has d and m. Each codec group of the block has scale and minimum (`codec.Parts`).
+
     each workgroup: a share of the sets
       prefetch the first records of the first set
-      xs [in] = norm(x) * code_factors, sums [in / group] = sums of norm(x) over codec groups          stack
+      xs [in] = norm(x) * code_factors, sums [in / group] = `group_sum` of norm(x)                     stack
       for set in share:
         for blocks of the set, `together` at a time:
           totals [together, 16] = 0                                                                registers
@@ -21,10 +24,10 @@ blocks are far apart instead, because a core reads a few long streams faster tha
               totals += d * scale * sum(products) + m * minimum * sums[group]
         y [set] = epilogue(totals)                                                                   memory
 
-For codes with an offset, products[0] starts with sums[group], which then includes the factor
--offset. If xs does not fit on the stack, x is prepared in parts; between parts, the totals of 32
-sets stay on the stack. A record of a float codec has one element of each row (bf16: two), which is
-not decoded.
+`group_sum` is the sum over a codec group, times 1, or -1 if minima are subtracted, or -offset. For
+codes with an offset, products[0] starts with sums[group] instead of 0. If xs does not fit on the
+stack, x is prepared in parts; between parts, the totals of 32 sets stay on the stack. A record of a
+float codec has one element of each row (bf16: two), which is not decoded.
 
 Codes of one or two bits are not multiplied where tables are faster (`is_summed_by_tables`). A lane
 then looks up the sum of x times several codes in a table (`sum_tables`):
@@ -66,8 +69,8 @@ class Gemv:
     row_blocks: indices of the 16-row blocks to multiply.
     record: index of a record in each of these blocks.
     slot: index of the record in the prepared part of x; in `_group`, index of the codec group.
-    totals, results: a list of vectors. Vector n belongs to vector v of the rows of row_blocks[i],
-        where (i, v) is `self.sides[n]`.
+    totals, results: a list of vectors. Vector n has the results of some rows of row_blocks[i]:
+        those in vector v of the block, where (i, v) is `self.sides[n]`.
     """
 
     def __init__(

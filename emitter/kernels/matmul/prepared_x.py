@@ -2,11 +2,10 @@
 
 The stack also has the sum of x over each codec group, which is the elements of a row that share a
 scale. Minima and offsets of codes are multiplied by these sums (`group_sum`). For canonical GEMMs,
-the kernel `group_sums` computes the sums once for all matmuls of x, with the same order of
-additions:
+the kernel `group_sums` computes the sums once for all matmuls of x. Both add in the same order:
 
 each workgroup: up to 16 rows of x [T, in]
-  for row, for group: sums[row, group] = factor * sum of x over the group                            memory
+  for row, for group: sums[row, group] = `group_sum` of x                                            memory
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,8 +34,8 @@ def bytes_per_element(codec: Codec) -> float:
 def group_sum(b: Body, codec: Codec, parts: Sequence[Ssa]) -> Ssa:
     """Return the scalar sum of x over a codec group, multiplied by a factor of the codec.
 
-    The factor is 1 if the codec adds minima, -1 if it subtracts minima, otherwise -offset. parts:
-    the vectors of x in the group.
+    The factor is 1 if the codec adds minima, -1 if it subtracts minima, otherwise -`codec.offset`.
+    parts: the vectors of x in the group.
     """
     total = b.extract(lane_sums(b, [tree(b.addf, parts)]), 0)
     return b.mulf(total, b.f32(codec.minimum or -codec.offset))

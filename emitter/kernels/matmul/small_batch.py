@@ -2,10 +2,10 @@
 
 For so few tokens, decoding weights to memory as in `gemm` would take as long as the matmul. A tile
 has several tokens and several vectors of outputs, which share decoded codes and loads of x. It has
-enough accumulators to hide the latency of fma.
+enough accumulators to hide the latency of fma. The formula of a weight is in `gemv`.
 
     each workgroup: a share of the sets; a set is `row_blocks` 16-row blocks of the weight
-      xs [T, in] = x * code_factors, sums [T, in / group] = sums of x over groups with one scale       stack
+      xs [T, in] = x * code_factors, sums [T, in / group] = `group_sum` of x, as in `gemv`             stack
       for set in share:
         acc [T, 16 * row_blocks] = 0                                                                   stack
         for tile of `rows` tokens x `vectors` vectors of outputs:
@@ -173,9 +173,9 @@ class SmallBatch:
     def _add_group(self, sides: list, token: Index, rows: int, record: Index, group: Index, slot: Index) -> None:
         """Emit code that adds the dot products of one codec group to the sums of a tile.
 
-        A dot product is d * scale * sum(x * code) + m * minimum * sum(x). The tile has `rows`
-        tokens from `token` on. group: index of the group in record `record` of each row block.
-        slot: index of the record in the prepared part of x.
+        A dot product is d * scale * sum(x * code) + m * minimum * sum(x), see `codec.Parts`. The
+        tile has `rows` tokens from `token` on. group: index of the group in record `record` of each
+        row block. slot: index of the record in the prepared part of x.
         """
         b, records, codec = self.b, self.records, self.codec
         number = b.add(b.mul(slot, self.layout.groups), group)

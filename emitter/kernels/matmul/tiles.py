@@ -150,7 +150,7 @@ class Finish:
         self.b, self.matmul, self.lanes, self.buffers, self.sums, self.row_of = b, matmul, lanes, buffers, sums, row_of
 
     def store(self, first_block: Index, row_blocks: Index, first: Index, end: Index, last: Index) -> None:
-        """Emit code that stores y for all tokens and some 16-row blocks of the weight.
+        """Emit code that stores y for tokens first .. last - 1 and for some 16-row blocks.
 
         Row 0 of `self.sums` belongs to token `first`. The columns of `self.sums` belong to row
         blocks first_block .. first_block + row_blocks - 1.

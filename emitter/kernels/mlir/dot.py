@@ -61,7 +61,7 @@ class Dot:
         self.bias = 128 if bits == 8 and isa.dot not in ("sdot", *_BLOCKS) else 0
 
     def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
-        """Return vectors of codes, reordered for `code`; each lane has a quad of its output."""
+        """Reorder vectors of codes for `code`; each lane of `quads` has a quad of its output."""
         return list(quads)
 
     def code(self, arranged: Sequence[Ssa]) -> tuple[Ssa, ...]:

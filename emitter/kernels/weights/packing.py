@@ -6,7 +6,8 @@ with zero rows. A packed weight is a u8 array of shape
     [ceil(out / 16), records, record_bytes]
 
 A record has one codec block (32 or 256 elements) of each of the 16 rows. It is as large as these
-blocks in a GGUF file, except that it stores the six-bit scales of K-quants as bytes (3 % more):
+blocks in a GGUF file, except that it stores the six-bit scales of K-quants as bytes (3 % more). An
+element is d * scale * code plus or minus m * minimum, see `codec.Parts`:
 
     d      [16] f16                  scale of the codec block; u8 if it is an exponent, f32 or bf16
                                      for some codecs

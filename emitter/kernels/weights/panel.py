@@ -235,7 +235,7 @@ class Bf16SplitPanel(Bf16Panel):
 
 
 class Bf16CodePanel(BasePanel):
-    """A panel of codes as bf16, which is exact, with a scale and a minimum for each codec group.
+    """A panel of codes, converted exactly to bf16, with a scale and a minimum for each codec group.
 
     `scales` and `minima` are f32 [groups, columns]. Each codec group takes 32 rows of the panel.
     For a group of 16 elements, 16 of these rows are zero.
