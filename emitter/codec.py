@@ -46,10 +46,11 @@ class Codec:
     offset, table: how a code of fewer bits is stored as an unsigned number. If there is a table,
         the number is the index of the code in `table`. If not, the number is the code plus
         `offset`.
-    minimum: the sign, +1 or -1, with which minima are added; 0 if there are no minima.
+    minimum: whether a group's minimum is added to its elements (+1) or subtracted (-1); 0 if groups
+    have no minimum.
     exponents: whether a block's scale is stored as an exponent, as in OCP's MX formats.
     small_floats: whether a group's scale is an E4M3 float, as in NVIDIA's NVFP4.
-    zeros: whether a block has a zero point instead of a factor of its minima.
+    zeros: whether a block has a zero point, from which its minima follow.
     e4m3: whether codes are 8-bit floats of OCP's type E4M3.
     """
 

@@ -162,7 +162,7 @@ class MessagesRequest(CountTokensRequest, GenerationFields):
 
 
 async def start_message(api: ModelApi, body: MessagesRequest) -> Any:
-    """Start the answer to a request to /v1/messages and return its job."""
+    """Start to generate the answer to a request to /v1/messages; return the running job."""
     shows_reasoning = not (body.thinking and body.thinking.display == "omitted")
     reply = lambda: MessagesReply(api.names[0], api.token_bytes, shows_reasoning)
     with fields_renamed(FIELDS):

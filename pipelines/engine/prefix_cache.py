@@ -73,8 +73,7 @@ class PrefixCache:
         """Return how many of the first tokens of `prompt`, i32 [n], can be reused from a slot.
 
         `top`: `prompt_logprobs` of the request, or None. If it is a number, a token can be reused
-        only if its log-probability and those of the `top` most probable tokens are cached, and
-        `scored_positions` limits the number of tokens.
+        only if its log-probability and those of the `top` most probable tokens are cached.
         """
         session, scores = self.sessions[slot], self.scores[slot]
         found = common_prefix(self.tokens[slot, : session.position], prompt)

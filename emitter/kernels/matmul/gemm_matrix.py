@@ -12,7 +12,7 @@ group has a scale and a minimum, and `x_sum` is the sum of x over the group:
         sums [tokens, 16 * row_blocks] = 0                                                             stack
         for k in steps of `depth`:
           panel [pieces, depth / 32, row_blocks, 16 pairs, 16] = W[columns, k : k + depth]^T           stack
-          for `high` tiles of `rows` tokens, for 16 * `wide` columns:
+          for every `high` tiles of `rows` tokens and 16 * `wide` columns:
             for codec group in depth:                               float W: one group, all of depth
               part [high * wide] = 0                                                       the unit's registers
               for every 32 k in group, for pieces i of x and j of w with i + j < 3:
