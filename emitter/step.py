@@ -159,7 +159,7 @@ class Step:
 
     @property
     def mode(self) -> str:
-        """Return the role, but "prefill" for "embed" and "encode", whose inputs are equal."""
+        """Return the role, but "prefill" for "embed" and "encode", which have the inputs of a prefill."""
         return "prefill" if self.role in ("embed", "encode") else self.role
 
     @property

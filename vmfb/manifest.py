@@ -352,7 +352,9 @@ def _check_functions(manifest: Manifest) -> None:
     widths = {role: [f.width for f in manifest.functions if f.role == role] for role in ROLES}
     multi = [w for role in ("prefill", "verify", "embed", "encode") for w in widths[role]]
     if bad := [w for w in multi if not 2 <= w <= manifest.context]:
-        raise RecordError(f"manifest field 'functions' has width {bad[0]}; use 2 to {manifest.context} (the context)")
+        raise RecordError(
+            f"manifest field 'functions' has a width of {bad[0]} tokens; it must be 2 to {manifest.context}, the context"
+        )
     kind, roles = ("an embedding", {"encode"}) if manifest.encoder else ("a generating", set(ROLES) - {"encode"})
     if alien := [role for role, found in widths.items() if found and role not in roles]:
         raise RecordError(f"manifest field 'functions' has the role {alien[0]}, which {kind} model does not have")

@@ -149,7 +149,7 @@ def _results(step: Step, model: ModuleType, c: Any, pooling: Pooling | None) -> 
 
 
 def _hidden(step: Step, model: ModuleType) -> Value:
-    """Return the head's input [T, hidden], and remove the head's operations from the graph."""
+    """Return the LM head's input [T, hidden], and remove the LM head's operations from the graph."""
     hidden, made = step.hidden, current_function().ops
     if hidden is None:
         raise EmitError(f"{model.__name__}: `forward` records no hidden states; compute the logits with layers.lm_head")

@@ -1,4 +1,4 @@
-"""`ModelApi`, the endpoints that every model has: tokenizer and chat template, without HTTP."""
+"""`ModelApi`: what the endpoints for tokenizer and chat template do, for any model."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class Work:
 
 
 class Format(Protocol):
-    """A converter of records in one format, such as OpenAI's, to engine requests and results."""
+    """Converts records of one format, such as OpenAI's, to engine requests, and answers to records."""
 
     def samples(self, record: Record) -> bool:
         """Return whether the record's answer is sampled and needs a seed from the job."""

@@ -106,7 +106,9 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
     if len(matching) == 1:
         return matching[0]
     count = "several GGUF files" if matching else "no GGUF file"
-    raise CheckpointError(f"{repository} has {count} {name.wanted}" + (f"; it has {listed}" if files else ""))
+    raise CheckpointError(
+        f"{repository} has {count} {name.wanted}" + (f"; choose one of {listed}" if files else "; choose another repository")
+    )
 
 
 def _matches(file: str, wanted: str) -> bool:

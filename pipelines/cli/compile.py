@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
     if manifest.accuracy:
         print_message(f"numerics {args.numerics}, {manifest.accuracy}")
     elif args.numerics == "fast":
-        print_message(f"numerics {args.numerics}: accuracy not measured; run castiron evaluate on a CPU of this target")
+        print_message(f"numerics {args.numerics}: accuracy not measured; run castiron evaluate on a machine with such a CPU")
     files, left_out = {name: file.size for name, file in manifest.files.items()}, manifest.source["left_out"]
     tokenizer = "tokenizer.json" in files
     if args.json:

@@ -72,8 +72,8 @@ class Tokenizer:
         backend: a tokenizer of the tokenizers library.
         template_args: default values of the template's variables; PipelineError for unknown ones.
         vocab: number of tokens of the model; by default the number of tokens of `backend`.
-        tool_format: format in which the template writes tool calls; by default `HERMES`, and then
-            tools and calls are described to the model in the text of messages.
+        tool_format: format in which the template writes tool calls; None for `HERMES`; then
+            messages describe the tools and calls to the model as text.
         parse_special: whether special tokens in messages become tokens instead of text.
         fim: ids of fill-in-the-middle tokens; keys are llama.cpp's names of roles, such as "pre". A
             token whose role is missing is found by its text.

@@ -151,7 +151,7 @@ def test_a_suffix_chooses_among_gguf_files(hub, tmp_path, capsys):
     for name in ("org/tiny-GGUF:q4_k_m", "hf.co/org/tiny-GGUF:tiny-Q4_K_M.gguf", f"org/tiny-GGUF@{COMMIT}:Q4_K_M"):
         assert find_checkpoint(name).name == "tiny-Q4_K_M.gguf"
     assert hub.fetched() == ["tiny-Q4_K_M.gguf"]
-    assert "no GGUF file Q5_K_M; it has tiny-Q4_K_M.gguf" in refusal("org/tiny-GGUF:Q5_K_M")
+    assert "no GGUF file Q5_K_M; choose one of tiny-Q4_K_M.gguf" in refusal("org/tiny-GGUF:Q5_K_M")
     assert "no GGUF file K_M.gguf" in refusal("org/tiny-GGUF:K_M.gguf") and "no GGUF file _M" in refusal("org/tiny-GGUF:_M")
     assert find_checkpoint("org/one-GGUF").name == "one.gguf"
     assert (first := find_checkpoint("org/parts-GGUF:Q4_0")).name == "big-Q4_0-00001-of-00002.gguf"

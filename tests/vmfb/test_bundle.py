@@ -89,9 +89,9 @@ def test_rejects_invalid_manifests(copy, keys, value, message):
 @pytest.mark.parametrize(
     ("widths", "message"),
     [
-        ({"prefill": (25,)}, "'functions' has width 25; use 2 to 24 (the context)"),
-        ({"prefill": (1,)}, "'functions' has width 1; use 2 to"),
-        ({"verify": (25,)}, "'functions' has width 25; use 2 to"),
+        ({"prefill": (25,)}, "'functions' has a width of 25 tokens; it must be 2 to 24, the context"),
+        ({"prefill": (1,)}, "'functions' has a width of 1 tokens; it must be 2 to"),
+        ({"verify": (25,)}, "'functions' has a width of 25 tokens; it must be 2 to"),
         ({"prefill": (4, 4)}, "'functions' has prefill widths [4, 4]; use distinct widths"),
         ({"batch": (0,)}, "'functions' has batch widths [0]; use distinct widths of at least 1"),
     ],

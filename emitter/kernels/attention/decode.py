@@ -129,8 +129,8 @@ def attention_decode(
 ) -> Kernel:
     """Return the kernel of attention for one token in each row of qkv.
 
-    The kernel also normalises and rotates q and k. It appends k and v to the caches, unless
-    `tokens` is a chunk.
+    The kernel also normalises and rotates q and k, and appends k and v to the caches. For a chunk
+    of a prompt (`tokens`), k and v must be in the caches before.
 
     Operands: qkv f32 [T, layout.row]; cos, sin, q_norm, k_norm as in `HeadLayout.operands`; sinks
         f32 [heads] if `scores.sinks`; position i32 (a batch: [T]; a chunk: start i32 and length i32

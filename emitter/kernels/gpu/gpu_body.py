@@ -45,7 +45,7 @@ class Loadable(Protocol):
 
 
 class Storable(Protocol):
-    """A result in place of a memref; its elements are computed further before they are stored."""
+    """A result that is stored to as to a memref, but first applies an element-wise function."""
 
     def store(self, b: GpuBody, value: Ssa, *index: Index) -> None:
         """Emit code that computes the final element from `value`, and stores it."""
