@@ -132,8 +132,9 @@ def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[
 
 def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
     bits, kind, stored = codec.bits, np.dtype(f"<u{record.word_bits // 8}"), _stored(codec, codes)
-    if 8 % bits == 0:
-        # The fields fill the words: join two of them at a time to fields of twice as many bits.
+    starts = lambda: [record.bit_fields(codec, k)[0][:2] for k in range(codec.group)]
+    if bits == 8 or 8 % bits == 0 and starts() == [divmod(k * bits, record.word_bits) for k in range(codec.group)]:
+        # The codes are in order and fill the words: join two fields at a time to one of twice as many bits.
         while bits < 8:
             pairs = stored.view("<u2")
             stored, bits = (pairs | pairs >> np.uint16(8 - bits)).astype(np.uint8), 2 * bits
@@ -141,7 +142,6 @@ def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
     # Pack one code of all groups at a time, so that each step has one stride in memory.
     stored = np.ascontiguousarray(stored.T)
     words = np.zeros((record.words, len(codes)), kind)
-
     for k, code in enumerate(stored):
         bit_fields = record.bit_fields(codec, k)
         for word, shift, mask in bit_fields:
