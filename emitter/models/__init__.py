@@ -61,7 +61,7 @@ def read_config(config: dict) -> Any:
 
 
 def ignored_keys(config: dict) -> tuple[str, ...]:
-    """Return a config.json's unread keys, without the well-known harmless keys in `IGNORABLE`."""
+    """Return the keys of a config.json that are neither read nor in `IGNORABLE`."""
     return _read(config)[1]
 
 

@@ -132,8 +132,8 @@ def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[
 
 def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
     bits, kind, stored = codec.bits, np.dtype(f"<u{record.word_bits // 8}"), _stored(codec, codes)
-    starts = lambda: [record.bit_fields(codec, k)[0][:2] for k in range(codec.group)]
-    if bits == 8 or 8 % bits == 0 and starts() == [divmod(k * bits, record.word_bits) for k in range(codec.group)]:
+    ordered = (record.bit_fields(codec, k)[0][:2] == divmod(k * bits, record.word_bits) for k in range(codec.group))
+    if bits == 8 or 8 % bits == 0 and all(ordered):
         # The codes are in order and fill the words: join two fields at a time to one of twice as many bits.
         while bits < 8:
             pairs = stored.view("<u2")
