@@ -1,4 +1,4 @@
-"""Formats of weights: `Codec` describes a format, and `Parts` has the arrays in its blocks."""
+"""Formats of weights: `Codec` describes a format; `Parts` has the unpacked arrays."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ class Codec:
     A row consists of blocks of `block` elements. In a quantised block, each element has a code, and
     every `group` elements share a scale. `Parts` has the formula of an element's value.
 
-    splitter: the function that `split` calls, or None if the format is not quantised.
+    splitter: unpacks blocks to `Parts`; None if the format is not quantised.
     bits: size of a stored code. A code of 8 bits is stored as it is, signed.
     offset, table: how a code of fewer bits is stored as an unsigned number. If there is a table,
         the number is the index of the code in `table`. If not, the number is the code plus
@@ -104,7 +104,7 @@ class Codec:
 
     @property
     def summed(self) -> bool:
-        """Return whether a matmul needs sums of x over groups, because of an offset or minima."""
+        """Return whether a matmul needs sum(x) of each group: for an offset or for minima."""
         return bool(self.offset or self.minimum)
 
     def split(self, blocks: np.ndarray) -> Parts:

@@ -37,7 +37,7 @@ def _signed(codes: np.ndarray, offset: int) -> np.ndarray:
 
 
 def _split_32(bits: int, offset: int) -> Callable[[np.ndarray], Parts]:
-    """Return the splitter of q4_0, q4_1, q5_0 or q5_1.
+    """Return the function that unpacks blocks of q4_0, q4_1, q5_0 or q5_1 to `Parts`.
 
     A block stores d, then m (if `offset` is 0), then the fifth bits of all codes (if codes have 5
     bits), then the low four bits of all codes.
@@ -110,7 +110,7 @@ def _split_mxfp4(b: np.ndarray) -> Parts:
 
 @np.errstate(over="ignore", invalid="ignore")  # `finite.are_finite` finds such scales
 def _split_nvfp4(b: np.ndarray) -> Parts:
-    """Split ggml's blocks of 36 bytes, or the blocks of 40 bytes that `with_scale` returns."""
+    """Unpack nvfp4 blocks: 36 bytes as in ggml, or 40 bytes as `with_scale` returns."""
     # ggml reads 0x7F as 0, and ignores the sign bit. Its E4M3 has an exponent bias of 7, f16 one of 15, and the table's
     # values are doubled: hence 2^(15 - 7 - 1).
     scales = np.where(b[:, :4] == 0x7F, 0, b[:, :4] & 0x7F).astype(np.uint8)
@@ -248,10 +248,10 @@ def _dequantise_rows(codec: Codec, raw: np.ndarray) -> np.ndarray:
 
 
 def numbers(codec: Codec, parts: Parts) -> Parts:
-    """Return `parts` with encoded arrays replaced by the numbers that they encode.
+    """Return `parts` as plain numbers for the formula of `Parts`.
 
-    Scales that are stored as exponents, bf16 or E4M3 become floats. A zero point m becomes d * m.
-    Codes that are stored as E4M3, or as indices in a table of floats, become floats.
+    Scales stored as exponents, bf16 or E4M3 become floats, and a zero point m becomes d * m. Codes
+    that are E4M3, or indices in a table, become floats.
     """
     d, m, scales, codes = parts.d, parts.m, parts.scales, parts.codes
     if codec.exponents:

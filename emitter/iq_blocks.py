@@ -1,9 +1,10 @@
-"""Split blocks of ggml's IQ1, IQ2 and IQ3 types, whose codes are values in a grid.
+"""Unpack blocks of ggml's IQ1, IQ2 and IQ3 types, whose codes are values in a grid.
 
 A grid is a list of vectors of four or eight values. A block stores one index of a vector for each
-four or eight elements. `iq_grids.json` has ggml's grids (ggml-common.h), in base64. There, each
-value of a grid is a number of `_BITS` bits: the index of the value in `_LEVELS`. The lowest bits of
-a byte come first.
+four or eight elements.
+
+`iq_grids.json` has ggml's grids (ggml-common.h) in base64. A value of a grid is stored in `_BITS`
+bits, lowest bits of a byte first, as an index in `_LEVELS`.
 """
 
 import json

@@ -1,8 +1,9 @@
 """The printer of modules as MLIR text; equal modules give equal bytes on every machine.
 
-With `weights="arguments"` the text is pure StableHLO, and each parameter is a further argument of
-the function. `weights="parameters"` is for IREE: parameters are globals in the parameter scope
-"model", `iree.abi.output` marks inputs that an output overwrites, and kernels are dispatched.
+The text has one of two forms:
+- `weights="arguments"`: pure StableHLO; each parameter is another argument of the function.
+- `weights="parameters"`, for IREE: parameters are globals in the parameter scope "model",
+  `iree.abi.output` marks inputs that an output overwrites, and kernels are dispatched.
 """
 
 from __future__ import annotations

@@ -193,11 +193,11 @@ def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> V
 
 
 def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple[Tokens, dict[str, Value]]:
-    """Return the argument `tokens` for making a recurrent kernel, and operands of the kernel.
+    """Return (tokens, operands) for a recurrent kernel.
 
-    The operands are `positions` in a batch, and perhaps `length` in a prefill, by name.
+    The operands are `positions` in a batch and `length` in a prefill, by name.
     count: number of tokens of the call. numbers: the last operands of `op`, which are (positions,)
-    in a batch, (start, length) in a prefill, and (start,) in other functions.
+        in a batch, (start, length) in a prefill, and (start,) in other functions.
     """
     if op.attrs["mode"] == "batch":
         return Tokens(count, state.shape[0], batch=True), {"positions": numbers[0]}
@@ -206,10 +206,9 @@ def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple
 
 
 def _columns(x: Value) -> tuple[Value, Columns]:
-    """Return (v, columns): a value v [T, width], and the columns of v that are x.
+    """Return (v, columns): the value [T, width] from which x is sliced, and the columns that are x.
 
-    x: [T, ...]. If x is a slice of the columns of a value, this value is v. Otherwise v is x itself
-    as [T, width], with all columns.
+    x: [T, ...]. If x is no slice of columns, v is x as [T, width], and `columns` has all of them.
     """
     tokens, first, made = x.shape[0], 0, current_function().ops
     rows = x

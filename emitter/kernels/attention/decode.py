@@ -1,24 +1,19 @@
-"""Compute attention of a new token: rotary embedding, append and softmax in one dispatch.
+"""Compute attention of one new token: rotary embedding, cache append and softmax in one dispatch.
 
-Short contexts are divided among workgroups by kv head. Long contexts are divided by position, so
-that all threads read equal parts of the cache in memory order; the last workgroup to finish
-combines the partial results. No workgroup reads the cache row that is written in this dispatch: the
-token's own key and value come from qkv. The reference of a head is about its maximum score so far.
+Workgroups divide a short context by kv head. They divide a long context by position, so that all
+threads read equal parts of the cache in memory order:
 
-    each workgroup has a group of `per` kv heads, and a number `slot`; the token at position pos attends to low .. pos
-      short context: the workgroup computes kv head `slot` of the group for low .. pos - 1       none if slot >= per
-      long context: it computes all kv heads of the group for part `slot` of low .. pos - 1
-      q [heads, head_dim] = scale * rope(norm(q))                           the query heads of these kv heads; stack
-      values [heads, head_dim], sums [heads] = 0, references [heads] = -1e30       see `attention.workgroup`; stack
-      short context, or slot 0 of a long context:
-        k[layer, pos], v[layer, pos] = rope(norm(k)), v                                                      memory
-        values, sums, references = v, 1, q . k                     the token itself; then add the sinks, if any
-      for tile of positions: update values, sums and references as in `attention.workgroup`
-      short context: out [heads, head_dim] = values / sums                                                   memory
-      long context:
-        parts[heads, slot] = values, references, sums                                                        memory
-        the workgroup that finishes last, according to the counter:
-          for head: w [splits] = exp(references - max); out = sum(w * values) / sum(w * sums)
+    each workgroup: some kv heads with their query heads; in a long context, also a part of the positions
+      q [heads, head_dim] = scale * rope(norm(q))                                                        stack
+      short context, or first part of a long context:
+        append rope(norm(k)) and v of the token to the caches, and start the softmax with them          memory
+      for tile of positions before the token: update the softmax                  as in `attention.workgroup`
+      short context: out [heads, head_dim] = weighted sum of values / sum of weights                    memory
+      long context: store both sums in `parts`                                                          memory
+        the workgroup that finishes last combines all parts into out
+
+The token's own key and value come from qkv, so no workgroup reads a cache row that this dispatch
+writes.
 
 A batch of sequences with one token each takes one dispatch. The results have the same bits as one
 dispatch for each sequence.
@@ -102,7 +97,7 @@ class DecodeTokens:
             yield from ((i, i, np.array([at])) for i, at in enumerate(given["position"].tolist()) if at >= 0)
 
     def item(self, b: Body, units: int) -> tuple[Index, Index]:
-        """Return (row of qkv, index of this workgroup among the `units` workgroups of the row)."""
+        """Return (row of qkv, number of this workgroup among the row's `units` workgroups)."""
         unit = b.workgroup()
         return (0, unit) if self.kind == "one" else (b.div(unit, units), b.rem(unit, units))
 
@@ -247,10 +242,9 @@ def attention_decode(
 
 
 def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
-    """Return how many kernel calls compute the query heads of a kv head.
+    """Return into how many kernel calls the query heads of a kv head are divided.
 
-    Each call computes an equal part of the heads. The result is the smallest number of calls for
-    which the queries and partial results of a call fit on the stack.
+    It is the smallest number for which the queries and partial results of a call fit on the stack.
     """
     if layout.qk_norm_row:  # a norm over complete rows needs all heads
         return 1
@@ -275,10 +269,12 @@ def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
 class _Parts:
     """The partial results of the workgroups that share one long context.
 
-    The memref `scratch` has three arrays, for T rows of qkv:
-    [T, heads, splits, head_dim]: sums of w * value, where w is exp(score - reference);
-    [T, heads, splits]: references; the reference of a head is about its maximum score;
-    [T, heads, splits]: sums of w.
+    For T rows of qkv, the memref `scratch` has three arrays. w is exp(score - reference), and the
+    reference is close to a head's max score.
+    - [T, heads, splits, head_dim]: sums of w * value
+    - [T, heads, splits]: references
+    - [T, heads, splits]: sums of w
+
     rows: T, and the index of the token's row.
     """
 

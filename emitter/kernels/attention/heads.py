@@ -83,9 +83,9 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a row of the memref `buffer`; the part begins at element `offset` of the row.
+    """The elements of the memref `buffer` from index [*lead, offset] on, such as a head in a row.
 
-    lead: the indices of the row, in all dimensions of `buffer` but the last.
+    lead: the indices in all dimensions of `buffer` but the last.
     """
 
     buffer: Ssa

@@ -1,31 +1,25 @@
 """Compute attention of a chunk of tokens, causal or bidirectional, in tiles in registers.
 
-This is the online softmax of flash attention (Dao et al. 2022). Each column of a tile is a (token,
-query head) pair of one kv head. Scores are [key, column], with one column in each lane. So the
-softmax needs no sums across lanes, and elements of a key are broadcast from the cache. Weighted
-values [column, head_dim] are accumulated in the rows of the result. An f32 cache is read in place.
-Keys of other caches are first converted to f32 on the stack, `depth` elements of each key at a
-time.
+This is the online softmax of flash attention (Dao et al. 2022). A workgroup computes a few tiles. A
+tile has `columns` (token, query head) pairs of one kv head, one pair in each vector lane, so the
+softmax needs no sums across lanes:
 
-An item is one tile of one kv head. Tiles of later tokens attend to more keys, so they take longer
-and are computed first. Each workgroup gets long and short items.
+    for tile:
+      q^T [head_dim, columns] = scale * log2(e) * q                                                stack
+      maxima, sums [columns], out [columns, head_dim] = 0 or -inf
+      for block of `keys` keys, up to the last that the tile attends to:
+        scores [keys, columns] = k_cache[layer, keys, kv head] @ q^T, soft-capped and masked       stack
+        raise maxima to the new scores; scale sums and out down
+        scores = 2^(scores - maxima); sums += scores over the keys
+        out += scores^T @ v_cache[layer, keys, kv head]                                            memory
+      out = out / sums; zeros in the rows of padding
 
-    workgroup: a few items
-      qt [head_dim, columns] = scale * log2(e) * q^T                                                   stack
-      maxima, sums, rescale [columns]                                                                  stack
-      out[columns] = 0                                                                               memory
-      for block of `keys` keys, from the first to the last that the tile attends to:
-        for `rows` keys of the block at a time:
-          acc [rows, columns] = 0                                                                  registers
-          for d in head_dim: acc += k_cache[layer, key, kv head, d] * qt[d]      the key's element broadcast
-          scores[rows, columns] = masked, capped acc                                                   stack
-        rescale = 2^(maxima - new maxima); scores = 2^(scores - new maxima)
-        sums = sums * rescale + sum over keys of scores
-        for `out_columns` columns x `out_vectors` vectors of head_dim:
-          acc = out * rescale                                                                      registers
-          for key in block: acc += scores[key, column] * v_cache[layer, key, kv head, d]
-          out = acc                                                                                  memory
-      out = out / sums, zeros in the rows of padding
+Both matmuls run in register tiles: of `rows` keys, and of `out_columns` pairs x `out_vectors`
+vectors of head_dim. An f32 cache is read in place. Keys of other caches are converted to f32 on the
+stack, `depth` elements of each key at a time.
+
+Tiles of later tokens attend to more keys, so they are computed first, and each workgroup gets long
+and short tiles.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,28 +1,21 @@
 """Emit a workgroup of `attention_decode`: attention of one token to a range of cached positions.
 
-This is the online softmax of flash attention (Dao et al. 2022) over tiles of positions, with one
-change. The weight of a score is exp(score - reference). The reference of a head becomes the maximum
-score only when a score exceeds the reference by more than SLACK. So almost no tile has to rescale
-the sums. The result is the same, because the factor exp(-reference) cancels.
+This is the online softmax of flash attention (Dao et al. 2022) with one change. The weight of a
+score is exp(score - reference). A head's reference is raised to the max score only when a score
+exceeds it by more than SLACK, so almost no tile has to scale the sums down. The result is the same,
+because the factor exp(-reference) cancels:
 
     for tile of `tile` positions:
-      for `rows` positions at a time: for kv head: for `heads` of its query heads at a time:
-        acc [rows, heads] = 0                                                                      registers
-        for d in head_dim:                                          `unroll` vectors at a time
-          acc += k_cache[layer, position, kv head, d] * q[head, d]  keys are not copied
-        scores[heads, rows] = lane sums of acc                      soft-capped; stack
-      for kv head: for `heads` of its query heads at a time:
+      for `rows` positions at a time, for kv head, for `heads` of its query heads at a time:
+        scores [heads, rows] = q . k_cache[layer, positions, kv head], soft-capped      registers, then stack
+      for kv head, for `heads` of its query heads at a time:
         if max(scores) > reference + SLACK: reference = max(scores); scale values and sums down
-        scores = exp(scores - reference); sums += scores                                               stack
-        for `columns` vectors of head_dim:
-          acc [heads, columns] = values                                                            registers
-          for position in tile: acc += scores[head, position] * v_cache[layer, position, kv head, d]
-          values = acc                                                                                 stack
+        weights = exp(scores - reference); sums += weights                                              stack
+        values [heads, head_dim] += weights . v_cache[layer, positions, kv head]        registers, then stack
 
-For long ranges, the kernel reads ahead: while it computes with some rows of the KV cache, it loads
-one word of each cache line of the next rows. These loads are in memory order, which hardware
-prefetchers detect. The kernel has no prefetch instructions for this purpose, because CPUs drop them
-when memory is busy.
+In long ranges, the kernel reads ahead: it loads one word of each cache line of the next rows, in
+memory order, which hardware prefetchers detect. It uses no prefetch instructions for this, because
+CPUs drop them when memory is busy.
 """
 
 from collections.abc import Mapping
@@ -209,8 +202,8 @@ class Workgroup:
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
         """Emit a load of one word of each cache line in `lines`, to prefetch from a KV cache.
 
-        Line 0 begins at byte `at`. Bytes are counted from position `row` of the layer on, without
-        those of other workgroups' kv heads. base: address of the KV cache.
+        base: address of the KV cache. Line 0 begins at byte `at` of the kv heads of this workgroup,
+        counted from position `row` of the layer on.
         """
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes

@@ -80,7 +80,7 @@ def load_x(b: GpuBody, x: Ssa, row: Index, unit: Index) -> list[Ssa]:
 
 
 def finished(b: GpuBody, matmul: Matmul, dots: list[Ssa], given: dict[str, Ssa], token: Index, row: Index) -> Ssa:
-    """Return a result of a matmul from the dot product, with activation, bias and residual.
+    """Return a final result of a matmul: its dot product after activation, bias and residual.
 
     dots: one dot product, or with a GLU two: of gate and of up. given: memrefs of the operands by
     name.

@@ -43,9 +43,9 @@ NATIVE = {
 
 
 def widened(codec_name: str) -> str | None:
-    """Return a text for users on how GPU kernels store weights; None for codecs in `NATIVE`.
+    """Return a note for users if GPU kernels store this codec in a larger format, else None.
 
-    The weights have the same values as in the codec's format, but take more memory.
+    The larger format has the same values. Codecs in `NATIVE` need none.
     """
     if codec_name in NATIVE:
         return None

@@ -1,34 +1,25 @@
 """Compute y = W_e x for (token, expert) pairs, where W_e is the weight of expert e.
 
-Each row of x has `per_row` consecutive pairs, one for each expert that multiplies the row.
+Each row of x has `per_row` consecutive pairs, one for each of its experts. `length` is the number
+of rows that are not padding.
 
-With few pairs for each expert, each pair is a GEMV (`gemv`) with the expert's part of the stacked
-weight:
+With few pairs for each expert, each pair is a GEMV:
 
     each workgroup: one pair, and one of `tiles.workgroups` shares of the rows of W_e
-      row = pair / per_row                                          of x [pairs / per_row, in]
-      if row < length, or if there is no operand `length`:
-        base = chosen[pair] * blocks                                an expert has `blocks` 16-row blocks
-        y[pair, share] = gemv(weight[base : base + blocks], x[row])
-      else:
-        y[pair] = 0                                                 in the workgroup with the first share
+      y[pair, share] = W_e[share] x[pair / per_row]                 as in `gemv`; 0 for padding
 
-With more pairs, the weights of an expert are decoded once for all of its pairs. The kernel is like
-`gemm`, with a block of (token, expert) pairs in place of a block of tokens:
+With more pairs, they are grouped by expert, and a weight is decoded once for up to `tokens` pairs:
 
-    each workgroup (a set is 16 * `row_blocks` columns of y):
-      counts [experts] = number of each expert's pairs among pairs 0 .. per_row * `length` - 1            stack
-      for expert, for block of up to `tokens` pairs of the expert:
-        low, high = range of the sets that this workgroup computes for the block
-        if low < high:
-          pairs [tokens] = pairs of the block, in order                                                    stack
-          for set in low .. high:
-            sums [tokens, set] = x[pairs / per_row] @ W_expert[set]^T                                      as in `gemm`
-            y[pairs, set] = epilogue(sums)                                                                 memory
-      y[a share of the padding: pairs from per_row * `length` on] = 0
+    each workgroup:
+      count the pairs of each expert, without padding
+      for expert, for block of up to `tokens` of its pairs:
+        for the columns of y that this workgroup computes, 16 * `row_blocks` at a time:
+          sums [tokens, columns] = x[pairs / per_row] @ W_e[columns]^T                      as in `gemm`
+          y[pairs, columns] = epilogue(sums)
+      set this workgroup's share of the padding to 0
 
-A block is multiplied in tiles of `rows` pairs. If fewer than `rows` pairs are left at the end of a
-block, they are multiplied in tiles of `rest` pairs, which give the same bits.
+A block is multiplied in tiles of `rows` pairs. Fewer pairs at its end are multiplied in tiles of
+`rest` pairs, which give the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -147,11 +138,11 @@ def _pairs_of_block(matmul: Matmul, rows: int, limit: int) -> int:
 
 
 class Grouped(Gemm):
-    """A writer of the body of a GEMM over blocks of (token, expert) pairs that have one expert.
+    """A writer of the body of a GEMM over blocks of (token, expert) pairs of one expert each.
 
     Arguments of the methods:
     first_block: index of the first 16-row block to multiply, in the expert's weight.
-    block: index of the same block in the stacked weight of all experts.
+    block: index of the same block in the weights of all experts together.
     count: number of pairs in the current block of pairs.
     """
 

@@ -1,41 +1,27 @@
 """Compute Y = X W^T for a chunk of tokens; weights are decoded to f32 once for many tokens.
 
-This is the GEMM of Goto and van de Geijn 2008, with decoding in place of packing B. A workgroup
-computes a few row blocks of the weight for a block of tokens, one panel after another along k.
+This is the GEMM of Goto and van de Geijn 2008, with decoding in place of packing B. The decoded
+part of the weight is called a panel:
 
-    each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
-      for item in share:
-        sums [tokens, 16 * row_blocks] = 0                                                             stack
+    each workgroup: a few items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
+      for item:
+        sums [tokens, columns] = 0                                                                    stack
         for k in steps of `depth`:
-          panel [depth, 16 * row_blocks] = decoded W[columns, k : k + depth]^T                         stack
-          for tile of `rows` tokens:
-            for 16 * `wide` columns:
-              acc [rows, 16 * wide] = sums[tile]                                                   registers
-              for j in depth:                                       `unroll` at a time
-                acc += x[token, k + j] * panel[j]                   x broadcast from memory
-              sums[tile] = acc
-        y [tokens, 16 * row_blocks] = epilogue(sums)                                                 memory
+          panel [depth, columns] = decoded W[columns, k : k + depth]^T                                stack
+          sums += X[tokens, k : k + depth] @ panel         `rows` tokens x 16 * `wide` columns in registers
+        Y[tokens, columns] = epilogue(sums)                                                          memory
 
-Rows of x from `length` on are computed only as padding of the last tile; their results are zeros.
+Rows of Y from `length` on are padding and become zero.
 
 `GemmCanonical`, for quantised weights, adds in the same order as `gemv`, so that a token's results
-have the same bits for any number of tokens. Its panel has stored codes. A codec group is the
-elements of a row that share a scale. `x_sums` has the sum of x over each codec group, times a
-factor that depends on the formula of a weight (`codec.Parts`):
+have the same bits for any number of tokens. Its panel has codes, which are multiplied by X first.
+Then scale and minimum are applied to the sums over a codec group, the elements of a row that share
+a scale (for the formula of a weight see `codec.Parts`):
 
-    d * scale * code + m * minimum       factor 1
-    d * scale * code - m * minimum       factor -1
-    d * scale * (code - offset)          factor -offset
+    codes with minima      sums += d * scale * sum(x * code) +- m * minimum * sum(x)
+    codes with an offset   sums += d * scale * (sum(x * code) - offset * sum(x))
 
-The loops are:
-
-          for tile of `rows` tokens:
-            for 16 * `wide` columns:
-              for group in depth:
-                acc [rows, 16 * wide] = 0, or x_sums[token, group] if the codes have an offset        registers
-                for j in group: acc += x[token, k + j] * codes[j]   x broadcast from memory
-                sums[tile] += d * scale * acc                                                          stack
-                if the codec has minima: sums[tile] += m * minimum * x_sums[token, group]
+The operand `x_sums` has sum(x) of each group, times -1 for subtracted minima or -offset.
 
 `gemv` multiplies codes, and divides x, by powers of two (`code_factors`). `GemmCanonical` does not.
 Both give the same bits unless |x| is below 1e-30.
@@ -95,7 +81,8 @@ class GemmTiles(PanelTiles):
 class Gemm:
     """A writer of the body of a matmul kernel for many tokens.
 
-    The kernel decodes weights into a panel on the stack, and multiplies many tokens by the panel.
+    The kernel decodes weights into a panel, a buffer on the stack, and multiplies many tokens by
+    it.
     panel_type: class of the panel, from `weights.panel`.
     """
 

@@ -1,20 +1,17 @@
 """Compute Y = X W^T for x and weights rounded to bf16, with dot products of bf16 pairs.
 
-The kernel is for 2 or more tokens. Its loops are those of `gemm`. bf16 weights are not decoded,
-others are decoded into a panel. Each i32 of the weight and of x (`split_x`) has a pair: two bf16
-that are neighbours along k. The weights of a step along k stay in the L1 cache for all tiles:
+The kernel is for 2 or more tokens. It is `gemm` with two differences. Each i32 of the weight and of
+x (`split_x`) has a pair: two bf16 that are neighbours along k. And bf16 weights are read from
+memory without a panel. The weights of a step along k stay in the L1 cache for all tokens:
 
-    each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
-      for item in share:
-        sums [tokens, 16 * row_blocks] = 0                                                             stack
+    each workgroup: a few items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
+      for item:
+        sums [tokens, columns] = 0                                                                    stack
         for k in steps of `depth`:
-          panel [depth / 2, 16 * row_blocks] = W[columns, k : k + depth]^T, if W is not bf16
-          for tile of up to 16 tokens, `rows` of them at a time, for 16 * `wide` columns:
-            acc [rows, 16 * wide] = sums[tile]                                                         registers
-            for pair k, k + 1 in depth:                               16 pairs at a time
-              acc += x[tile, k] * W[columns, k] + x[tile, k + 1] * W[columns, k + 1]     x broadcast from memory
-            sums[tile] = acc
-        y [tokens, 16 * row_blocks] = epilogue(sums)                                                   memory
+          panel [depth / 2, columns] = W[columns, k : k + depth]^T, unless W is bf16                  stack
+          for `rows` tokens x 16 * `wide` columns, for pair k, k + 1 in depth:
+            sums += X[tokens, k] * W[columns, k] + X[tokens, k + 1] * W[columns, k + 1]           registers
+        Y[tokens, columns] = epilogue(sums)                                                          memory
 """
 
 from dataclasses import dataclass

@@ -1,40 +1,25 @@
-"""Compute Y = X W^T with x in int8 (`round_x`); the sums of a group are exact in s32.
+"""Compute Y = X W^T with x in int8 (`round_x`); int8 products are added exactly, in s32.
 
-A weight is scale * code + base, where code is the stored code; each codec group has a scale and a
-base. `x_scale` is the scale of 32 elements of x, and `x_sum` the sum of x over a codec group. A
-table of floats, such as that of NF4, is rounded to int8. `GemmInt8`, for a chunk of tokens, is like
-`gemm`, but its panel has codes as bytes:
+A weight is scale * code + base, with one scale and base for each codec group. An element of x is
+x_scale * n, with an int8 n, and one x_scale for each 32 elements. So 32 elements along k add
 
-    each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
-      for item in share:
-        sums [tokens, 16 * row_blocks] = 0                                                             stack
+    scale * x_scale * sum(code * n) + base * sum(x)
+
+`GemmInt8`, for a chunk of tokens, is like `gemm`, but its panel has codes as bytes:
+
+    each workgroup: a few items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
+      for item:
+        sums [tokens, columns] = 0                                                                    stack
         for k in steps of `depth`:
-          codes [depth / 4, 16 * row_blocks] = codes of W[columns, k : k + depth], four in each i32          stack
-          scale, base [depth / group, 16 * row_blocks] = scale and base of each codec group                  stack
-          for tile of `rows` tokens, for 16 * `wide` columns:
-            acc [rows, 16 * wide] = sums[tile]                                                         registers
-            for every 32 k in depth:
-              dot [rows, 16 * wide] = 0                                                                registers, s32
-              for four k of the 32:                                       unrolled
-                dot += codes * x[token]                                   x broadcast from memory
-              acc += scale * (x_scale * dot) + base * x_sum
-            sums[tile] = acc
-        y [tokens, 16 * row_blocks] = epilogue(sums)                                                   memory
+          codes [depth / 4, columns] = codes of W[columns, k : k + depth], four in each i32           stack
+          scale, base [depth / group, columns]                                                        stack
+          for `rows` tokens x 16 * `wide` columns, for each 32 k: add the formula to sums         registers
+        Y[tokens, columns] = epilogue(sums)                                                          memory
 
-`SmallBatchInt8`, for a few tokens, has no panel: codes stay in registers while all tokens of a tile
-are multiplied:
+`SmallBatchInt8`, for a few tokens, has no panel: it loads codes into registers, and multiplies
+`rows` tokens by them before it loads the next codes.
 
-    each workgroup: a share of the sets; a set is `row_blocks` 16-row blocks of the weight: 2 with a GLU, otherwise 1
-      for set in share, for vector of outputs in set, for tile of `rows` tokens:
-        acc [rows] = 0                                                                                 registers
-        for every 32 k:
-          prefetch the same part of the next block
-          dot [rows] = 0                                                                               registers, s32
-          for four k of the 32:                                          unrolled
-            dot += (word & mask) * x[token]                               x broadcast from memory
-          acc += scale * (x_scale * dot) + base * x_sum
-        sums[tile, vector] = acc                                                                       stack
-      y [T, 16 * row_blocks] = epilogue(sums)                                                          memory
+A table of floats, such as that of NF4, is rounded to int8.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,42 +1,32 @@
 """Compute y = W x for one token; packed weights are decoded in registers, and sums are f32.
 
-Each lane of a vector has one of 16 rows of W, so there are no sums across lanes. A record packs one
-codec block of each of 16 rows. x is prepared once per workgroup (`prepared_x`), so that a code
-costs only a mask, a conversion and an fma. A set is one or more 16-row blocks of W; with a GLU, a
-set has blocks of gate and of up. The blocks of a set are consecutive. With tables (see below), the
-blocks are far apart instead, because a core reads a few long streams faster than many short ones.
+Each lane of a vector has one of 16 rows of W, so there are no sums across lanes. A packed weight
+(`weights.packing`) has blocks of 16 rows, and records in each block. A record has one codec block
+of each of the 16 rows. A codec block has d and m, and each of its groups has a scale and a minimum
+(`codec.Parts`).
 
-A weight is d * scale * code plus or minus m * minimum, or d * scale * (code - offset). Each codec
-block has d and m. Each codec group of the block has scale and minimum (`codec.Parts`).
+    each workgroup: a share of the 16-row blocks
+      xs [in] = norm(x) * code_factors; sums [in / group] = sum of norm(x) over each group             stack
+      for `together` 16-row blocks at a time:
+        for record, for group in record:
+          dots = sum over k in group of code[k] * xs[k]              in `chains` independent accumulators
+          y += d * scale * dots + m * minimum * sums[group]                                       registers
+        y = epilogue(y)                                                                              memory
 
-    each workgroup: a share of the sets
-      prefetch the first records of the first set
-      xs [in] = norm(x) * code_factors, sums [in / group] = `group_sum` of norm(x)                     stack
-      for set in share:
-        for blocks of the set, `together` at a time:
-          totals [together, 16] = 0                                                                registers
-          for record in records of the blocks:                      each is read once
-            for codec group in record:                              one, or several for K-quants
-              products [chains, together, 16] = 0                                                  registers
-              for k in group:                                       unrolled, between prefetches of a later record
-                code = f32(word & mask)                             not shifted: times 2^n; xs has the factor 2^-n
-                products[k % chains] += code * xs[k]
-              totals += d * scale * sum(products) + m * minimum * sums[group]
-        y [set] = epilogue(totals)                                                                   memory
+- A code is `f32(word & mask)`, without a shift, so it is multiplied by a power of two.
+  `code_factors` are the inverses of these powers.
+- The factor of `sums` is -1 for subtracted minima, and -offset for codes with an offset
+  (`group_sum`).
+- With a GLU, blocks of gate and of up alternate, and are computed together.
+- If xs does not fit on the stack, x is prepared in parts, and partial results stay on the stack.
+- A record of a float codec has one element of each row (bf16: two), and is not decoded.
+- With --numerics canonical, `chains` is 1, and groups are added in the same order as in the kernels
+  for several tokens.
 
-`group_sum` is the sum over a codec group, times 1, or -1 if minima are subtracted, or -offset. For
-codes with an offset, products[0] starts with sums[group] instead of 0. If xs does not fit on the
-stack, x is prepared in parts; between parts, the totals of 32 sets stay on the stack. A record of a
-float codec has one element of each row (bf16: two), which is not decoded.
-
-Codes of one or two bits are not multiplied where tables are faster (`is_summed_by_tables`). A lane
-then looks up the sum of x times several codes in a table (`sum_tables`):
-
-              for slice of the bits of the group's words:               unrolled
-                products[slice % chains] += table[group, slice][word >> shift]
-
-With --numerics canonical, `chains` is 1, and groups are added to the totals in the same order as in the
-kernels for several tokens.
+Codes of one or two bits are not multiplied where look-ups are faster (`is_summed_by_tables`): a
+lane looks up the sum of x times several codes in a table (`sum_tables`). Then the blocks that are
+computed together are far apart, because a core reads a few long streams faster than many short
+ones.
 """
 
 from collections.abc import Callable

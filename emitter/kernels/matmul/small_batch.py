@@ -1,26 +1,19 @@
 """Compute Y = X W^T for a few tokens; weights are decoded in registers, as in `gemv`.
 
-For so few tokens, decoding weights to memory as in `gemm` would take as long as the matmul. A tile
-has several tokens and several vectors of outputs, which share decoded codes and loads of x. It has
-enough accumulators to hide the latency of fma. The formula of a weight is in `gemv`.
+For so few tokens, decoding weights to memory as in `gemm` would take as long as the matmul. Several
+tokens and several vectors of outputs share decoded codes and loads of x. They also give enough
+accumulators to hide the latency of fma. For the formula of a weight, see `gemv`:
 
-    each workgroup: a share of the sets; a set is `row_blocks` 16-row blocks of the weight
-      xs [T, in] = x * code_factors, sums [T, in / group] = `group_sum` of x, as in `gemv`             stack
-      for set in share:
-        acc [T, 16 * row_blocks] = 0                                                                   stack
-        for tile of `rows` tokens x `vectors` vectors of outputs:
-          for group in groups of all records:
-            prefetch the same group of the next blocks
-            products [rows, vectors] = 0                                                           registers
-            for k in group:                                         unrolled
-              code [vectors] = f32(word & mask)                                                    registers
-              products[t] += code * xs[t, k]                        for each token t of the tile
-            acc[t] += d * scale * products[t] + m * minimum * sums[t, group]
-        y [T, 16 * row_blocks] = epilogue(acc)                                                       memory
+    each workgroup: a share of the rows of W, `row_blocks` 16-row blocks at a time
+      xs [T, in] = x * code_factors; sums [T, in / group] = sum of x over each group                 stack
+      for `rows` tokens x `vectors` vectors of outputs:
+        for group of elements with one scale:
+          dots [rows, vectors] = sum over k in group of code[k] * xs[tokens, k]                  registers
+          Y += d * scale * dots + m * minimum * sums[tokens, group]                                  stack
+      Y = epilogue(Y)                                                                               memory
 
-If xs does not fit on the stack, x is prepared in parts; between parts, the `acc` of several sets
-stays on the stack. For float codecs, x is read from memory, and the sums of a tile stay in
-registers over all k.
+If xs does not fit on the stack, x is prepared in parts, and partial results stay on the stack. For
+float codecs, x is read from memory, and the sums stay in registers over all k.
 """
 
 from collections.abc import Callable, Sequence

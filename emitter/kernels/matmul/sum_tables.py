@@ -1,15 +1,15 @@
 """Prepare x for a GEMV of codes of one or two bits: tables of sums of x, indexed by bits of codes.
 
 A code is a base plus the values of its bits, such as -2 + 1 * bit 0 + 2 * bit 1. So the dot product
-of x and a word of codes is a sum over the bits of the word. A word is cut into slices of four bits
-for vectors of 16 lanes, or of three bits for vectors of 8 lanes. For each slice, a table has the
-sum for every value n of the slice:
+of x and a 32-bit word of codes is a sum over the bits of the word. A word is cut into slices of
+four bits (vectors of 16 lanes) or three bits (8 lanes). The table of a slice has an entry for every
+value n of the slice:
 
     table[n] = sum over j of (bit j of n) * (value of this bit in its code) * (x of this code),
                plus base * x of each code that starts in the slice
 
-A kernel looks up each slice of the word in the table of the slice, and adds the entries. The
-look-up is a permutation of a vector. In each lane, it replaces up to four multiplications.
+A kernel looks up each slice in its table and adds the entries. The look-up is a permutation of a
+vector, and replaces up to four multiplications in each lane.
 """
 
 from collections.abc import Mapping

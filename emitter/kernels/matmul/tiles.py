@@ -84,7 +84,7 @@ class PanelTiles(Tiles):
 
 
 def panel_columns(matmul: Matmul, can_pair: bool) -> tuple[int, int]:
-    """Return the defaults of (`wide`, `row_blocks`) in `PanelTiles`.
+    """Return the default `wide` and `row_blocks` of `PanelTiles`.
 
     can_pair: whether `wide` may be 2.
     """
@@ -103,9 +103,9 @@ def even_tokens(tokens: int, limit: int, unit: int) -> int:
 
 
 def even_share(total: int, limit: int) -> int:
-    """Return the largest divisor of `total` that is at most `limit`.
+    """Return the largest divisor of `total` that is at most `limit`: 32 for 96 and 40.
 
-    The result is `limit` if this divisor is less than half of `limit`.
+    If this divisor is less than half of `limit`, return `limit`.
     """
     limit = min(limit, total)
     share = next(n for n in range(limit, 0, -1) if total % n == 0)

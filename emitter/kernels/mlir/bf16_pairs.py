@@ -43,18 +43,18 @@ def halves(b: Body, words: Ssa) -> tuple[Ssa, Ssa]:
 
 
 def cut(b: Body, low: Ssa, high: Ssa) -> Ssa:
-    """Truncate two f32 vectors to bf16, and return an i32 vector of pairs of both.
+    """Truncate two f32 vectors to bf16; return them as one i32 vector of pairs.
 
-    A pair has an element of `low` in its low half, and an element of `high` in its high half.
+    The low halves of the i32 are from `low`, the high halves from `high`.
     """
     low, high = (b.bitcast(each, each.width, "i32") for each in (low, high))
     return b.binary("ori", b.binary("shrui", low, b.isplat(16, low.width)), _high(b, high))
 
 
 def nearest(b: Body, low: Ssa, high: Ssa) -> Ssa:
-    """Round two f32 vectors to bf16, ties away from zero; return an i32 vector of pairs of both.
+    """Round two f32 vectors to bf16, ties away from zero; return them as one i32 vector of pairs.
 
-    A pair has an element of `low` in its low half, and an element of `high` in its high half.
+    The low halves of the i32 are from `low`, the high halves from `high`.
     """
     return cut(b, *(_up(b, each) for each in (low, high)))
 
@@ -62,8 +62,8 @@ def nearest(b: Body, low: Ssa, high: Ssa) -> Ssa:
 def pieces(b: Body, low: Ssa, high: Ssa, count: int) -> list[Ssa]:
     """Split each f32 of two vectors into `count` bf16; return `count` i32 vectors of pairs.
 
-    The low halves of the pairs sum to `low`, and the high halves to `high`: exactly for count 3,
-    approximately for count 2. For count 1, f32 are rounded to the nearest bf16.
+    The bf16 in the low halves sum to `low`, and those in the high halves to `high`: exactly for
+    count 3, approximately for count 2. For count 1, f32 are rounded to the nearest bf16.
     """
     if count == 1:
         return [nearest(b, low, high)]
