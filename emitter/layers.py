@@ -307,12 +307,11 @@ def experts(
 
 
 def _orders_of_experts(step: Step, names: tuple[str, ...], count: int, features: int) -> Value | None:
-    """Return the permutations of the columns of all experts' weights, [count, features], or None.
+    """Return the column permutations of all experts' weights, f32 [count, features], or None.
 
     Element [e, i] is the feature of x that column i of expert e's weights multiplies. names: the
-    projections that read x. The result is None if no columns are permuted. It is also None if only
-    some experts have permuted columns, or if an expert's projections have different permutations;
-    `build` reports these cases as errors.
+    projections that read x. The result is None without permutations. It is also None if experts or
+    their projections disagree; `build` then reports an error.
     """
     path, module = current_path(), step.module
     weights = [[f"{path}.{e}.{name}.weight" for name in names] for e in range(count)]

@@ -41,9 +41,9 @@ class Encoder:
     """The quantiser of a codec: the range of codes, the scales to try, and the packing of blocks.
 
     low, high: smallest and largest code.
-    steps: for each number s in `steps`, the encoder tries one scale. With minima, it chooses the
-        scale so that the largest value of a group gets the code high + s, before clipping. Without
-        minima, the value of largest magnitude gets low - s.
+    steps: the encoder tries one scale for each s in `steps`: the one with which the largest value of
+        a group gets the code high + s before clipping. Without minima, the value of largest
+        magnitude gets low - s.
     join: packs the parts of n blocks to u8 [n, block_bytes].
     """
 

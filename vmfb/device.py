@@ -70,7 +70,7 @@ def release_devices() -> None:
 
 
 def _forked() -> None:
-    """Forget the devices in a forked child; freeing them would wait forever for absent workers."""
+    """Forget the devices in a forked child: freeing them would wait forever for their threads."""
     global _lock
     _lock = threading.Lock()
     for inherited in _devices.values():

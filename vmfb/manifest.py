@@ -230,7 +230,10 @@ class KernelWork:
 
 @dataclass(frozen=True)
 class Hub:
-    """The repository on the Hugging Face hub that a checkpoint came from."""
+    """The repository on the Hugging Face hub that a checkpoint came from.
+
+    revision: the commit. file: path of the GGUF file; None for an HF directory.
+    """
 
     repository: str
     revision: str
@@ -254,7 +257,11 @@ class Adapter(Input):
 
 @dataclass(frozen=True)
 class CustomModule:
-    """A module that replaces the compiled one: its path, sha256 and IREE version."""
+    """A user's module that replaces the compiled ones.
+
+    module: path of the file that the user gave. sha256: its hash in hex. runtime: the version of
+    the IREE runtime that checked it.
+    """
 
     module: str
     sha256: str

@@ -40,10 +40,13 @@ _SPIRV_FEATURES = (
 class Target:
     """A CPU, a level of CPU features, or a GPU, for which castiron compiles with `flags`.
 
+    arch: the architecture, such as "x86_64".
     isa: the instruction set of castiron's kernels, such as "avx2"; empty if castiron has no kernels
-    for the target. cpu: LLVM's name of the CPU; for `host`, the name that the CPU reports; for a
-    GPU, its architecture. features: LLVM's names of the features that the compiled code needs; for
-    Vulkan, SPIR-V's names. driver: the IREE runtime's driver for a GPU; empty for a CPU.
+        for the target.
+    cpu: LLVM's name of the CPU; for `host`, the name that the CPU reports; for a GPU, its
+        architecture.
+    features: LLVM's names of the features that the compiled code needs; for Vulkan, SPIR-V's names.
+    driver: the IREE runtime's driver for a GPU; empty for a CPU.
     """
 
     name: str

@@ -76,7 +76,7 @@ class _Heads:
 
 
 class _Uses:
-    """Which operations compute and use each value of a function, and the fusions found so far."""
+    """The producer and the users of each value of a function, and the fusions found so far."""
 
     def __init__(self, function: Graph) -> None:
         self.producer = {value: op for op in function.ops for value in op.results}
@@ -92,7 +92,7 @@ class _Uses:
         self.norms: dict[Value, Op] = {}
 
     def only(self, value: Value, kind: str) -> Op | None:
-        """Return the operation of kind `kind` that computes `value`, if that has one use only."""
+        """Return the operation of kind `kind` that computes `value`, if that has one use."""
         op = self.producer.get(value)
         return op if op is not None and op.kind == kind and self.uses[value] == 1 else None
 
@@ -216,7 +216,7 @@ def _heads(graph: _Uses, op: Op) -> _Heads:
 
 
 def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
-    """Return weight operations that replace the weights of `linear`, with rows reordered for rope.
+    """Return weight operations that replace those of `linear`, with rows reordered for rope.
 
     order: (heads, rotary_dim), which becomes `Weight.apart`.
     """

@@ -58,10 +58,10 @@ class Stored:
             return ops.convert(pick(parameter(stored)), F32)
 
         def factor(name: str, sub: str) -> Value:
-            """Return the product of two arrays of `Parts` for each group, f32 [rows, groups].
+            """Return d * scales or m * minima for each group, f32 [rows, groups].
 
-            name: "d" or "m", an array with a value for each block. sub: "scales" or "minima", an
-            array with a value for each group; if the codec has no such array, it counts as 1.
+            name: "d" or "m". sub: "scales" or "minima", an array of `Parts`; missing factors count
+            as 1.
             """
             value = part(name, blocks)
             shape = (value.shape[0], blocks, groups // blocks)

@@ -115,8 +115,8 @@ class Rows:
     def part(self, at: Sequence[Index], first: Index, size: int) -> Callable[[int], Ssa]:
         """Return a function load(offset), which loads the f32 vector at element first + offset.
 
-        size: number of elements that the function may load, from element `first` of the row on.
-        `size` must divide `first`, and `Cache.cuts` must be true for `size`.
+        The function may load `size` elements from `first` on. `size` must divide `first`, and
+        `Cache.cuts` must be true for `size`.
         """
         b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.indices(at)
         if not self.cache.grouped:

@@ -157,8 +157,9 @@ class Workgroup:
     def sink(self, g: Index, head: Index, score: Ssa, one: Ssa) -> None:
         """Emit code that adds the sink of a query head, a score without a value, to the softmax.
 
-        head: here, the index of the query head in the model. score: the scalar score of the token's own key,
-        which is the only score in the softmax so far. one: the vector 1, 0, 0, ...
+        head: here, the index of the query head in the model.
+        score: the scalar score of the token's own key, so far the only score in the softmax.
+        one: the vector 1, 0, 0, ...
         """
         b, lanes = self.b, self.lanes
         score, sink = (b.broadcast(x, lanes) for x in (score, b.load(self.token.given["sinks"], head)))

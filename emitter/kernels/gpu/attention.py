@@ -153,8 +153,9 @@ def _append(
 ) -> tuple[Ssa, Ssa]:  # fmt: skip
     """Emit code that appends a token's key and value of one kv head to the caches.
 
-    Return (key, value) as shared memrefs f32 [head_dim]. at: (layer, position, kv head). only: an
-    i1; if it is false, the code computes key and value but does not change the caches.
+    Return (key, value) as shared memrefs f32 [head_dim].
+    at: (layer, position, kv head).
+    only: an i1; if it is false, the code leaves the caches unchanged.
     """
     _, position, head = at
     new = b.shared(layout.head_dim), b.shared(layout.head_dim)
@@ -171,10 +172,9 @@ class _Writer:
     """A writer of the code of one workgroup: one query head of `queries` consecutive tokens.
 
     A key or value is read once for all of these tokens. Arguments of the methods:
-    own_d: indices of the elements of head_dim for which this thread computes the result.
-    subset: if head_dim is smaller than the number of threads, several threads compute the same
-        element, each from a subset of the keys. `subset` is the index of this thread's subset,
-        otherwise 0.
+    own_d: the elements of head_dim for which this thread computes the result.
+    subset: with more threads than elements, several threads share an element, and each adds some of
+        the keys. This is the number of the thread's part of the keys, otherwise 0.
     """
 
     b: GpuBody

@@ -64,9 +64,10 @@ def is_supported(op: Op) -> bool:
 class Expression:
     """A tensor that a kernel computes from its operands, as a graph of operations.
 
-    root: the tensor. producers: the operation that computes each value that is not an operand.
-    names: the name of each operand. hole: None, or a value that stands for the kernel's own result,
-    if the expression starts from that result.
+    root: the tensor.
+    producers: the operation that computes each value that is not an operand.
+    names: the name of each operand.
+    hole: the kernel's own result, if the expression continues from it, as gate * y; else None.
     """
 
     root: Value
@@ -95,7 +96,7 @@ class Expression:
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """An operand of a kernel that is computed where it is loaded.
+    """An operand that a kernel computes where it loads an element, instead of reading memory.
 
     given: the kernel's memrefs by name.
     """
@@ -114,9 +115,9 @@ class Computed:
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """A result of a kernel whose elements are computed further before they are stored.
+    """A result to which a kernel applies an expression before it stores an element.
 
-    target: memref of the final result.
+    given: the kernel's memrefs by name. target: memref of the final result.
     """
 
     expression: Expression
@@ -134,10 +135,12 @@ class Finished:
 
 @dataclass(frozen=True, eq=False)
 class FinishedHead:
-    """A head of a result, stored in shared memory until the final result is computed from it.
+    """One head of a result to which a kernel applies an expression before it stores the head.
 
-    target: memref of the final result. row: shared memref f32 [head_dim]. token, head: index of the
-    row and of the head in it.
+    given: the kernel's memrefs by name.
+    target: memref of the final result.
+    row: shared memref f32 [head_dim], which stores the head until all of its elements are computed.
+    token, head: index of the row, and of the head in it.
     """
 
     expression: Expression
@@ -167,10 +170,10 @@ class FinishedHead:
 
 @dataclass(frozen=True, eq=False)
 class _Elements:
-    """An emitter of code that computes elements of an expression.
+    """A writer of code that computes elements of an expression.
 
-    b: the `GpuBody`. hole: what replaces `expression.hole`: an element of the kernel's result, or
-    the head that has the element.
+    given: the kernel's memrefs by name. hole: the value of `expression.hole`: an element of the
+    kernel's result, or the head that has the element.
     """
 
     b: GpuBody

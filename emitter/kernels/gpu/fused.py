@@ -23,10 +23,10 @@ THREADS = 64
 def fused(
     kernel: GpuKernel, inputs: Mapping[str, Expression], output: Expression | None, more: Mapping[str, Value]
 ) -> GpuKernel:
-    """Return a copy of `kernel` that also computes expressions.
+    """Return a copy of `kernel` that computes some operands itself, and continues its result.
 
-    inputs: the expressions of operands that the copy computes while it loads them, by name. output:
-    an expression that the copy applies to its first result before it stores the result, or None.
+    inputs: by operand name, the expression from which the copy computes an element that it loads.
+    output: the expression that the copy applies to its first result before it stores it, or None.
     more: operands of the expressions that `kernel` does not have.
     """
     stored = {name: t for name, t in kernel.operands.items() if name not in inputs}

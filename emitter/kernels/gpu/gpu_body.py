@@ -105,8 +105,8 @@ class GpuBody(Body):
     def after(self, workgroups: int) -> Iterator[None]:
         """Emit the code of the `with` block for workgroups from number `workgroups` on.
 
-        In the block, these workgroups are counted from 0. The block uses the same shared memory as
-        the code before it, because no workgroup runs both.
+        In the block, these workgroups are counted from 0. Their shared memory overlaps that of
+        earlier workgroups, because no workgroup runs both.
         """
         with self.when(self.negate(self.less(self.workgroup(), workgroups))):
             self._before, self._reusable = self._before + workgroups, list(self._allocated)
@@ -148,11 +148,10 @@ class GpuBody(Body):
             yield loop
 
     def sums(self, thread: Ssa, values: Sequence[Ssa], lanes: int, op: str = "addf") -> tuple[Ssa, int]:
-        """Add each value over groups of threads; return (shared memref with all sums, `first`).
+        """Add each value over groups of `lanes` consecutive threads; `lanes` is a power of two.
 
-        A group is `lanes` consecutive threads, a power of two. With n = threads / lanes groups, the
-        sum of values[i] over group g is element first + i * n + g of the memref. op: "addf", or
-        "maxf" for maxima instead of sums.
+        Return (memref, first). With n = threads / lanes groups, the sum of values[i] over group g
+        is element first + i * n + g of the shared memref. op: "addf", or "maxf" for maxima.
         """
         count = len(values) * self.threads
         sizes, width = [count], lanes
@@ -224,7 +223,7 @@ class GpuBody(Body):
         return self.either(half, sign)
 
     def rounded(self, x: Ssa) -> tuple[Ssa, Ssa]:
-        """Return (the integer nearest to x as f32, an i32 whose low byte is this integer).
+        """Return (x rounded to an integer as f32, the same integer in the low byte of an i32).
 
         The other bytes of the i32 are zero. |x| must be below 128. Ties are rounded to even.
         """

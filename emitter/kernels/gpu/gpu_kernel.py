@@ -20,10 +20,9 @@ class GpuKernel(Kernel):
     not compile such an offset.
 
     single_store: whether the code stores each element of the only result once and never reads it.
-    reads_often: operands that many workgroups read. To compute such an operand in this kernel would
-        cost more than a separate kernel.
-    reads_rarely: operands whose elements are each read at most twice in a dispatch. This kernel may
-        compute such an operand, even if an element is a dot product.
+    reads_often: operands that many workgroups read, and that a separate kernel should compute.
+    reads_rarely: operands whose elements are each read at most twice. This kernel may compute such
+        an operand itself, even if an element is a dot product.
     heads: if not 0, workgroup i computes head i % heads of row i / heads of the first result
         [rows, heads * head_dim]. Then this kernel may also apply operations that need all elements
         of a head, such as an RMS norm, to its result.

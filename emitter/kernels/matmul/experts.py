@@ -75,14 +75,14 @@ class ExpertGemvs:
 
 @dataclass(frozen=True)
 class _PairTiles(PanelTiles):
-    """The tile sizes of kernels for blocks of (token, expert) pairs that have the same expert.
+    """The tile sizes of kernels that multiply blocks of (token, expert) pairs with the same expert.
 
     A block has up to `tokens` pairs.
     direct: a block of at most this many pairs is small. Its weights are decoded in registers; those
         of a larger block are decoded into a panel on the stack.
     few: number of pairs in a tile of a small block; it divides `direct`.
-    rest: number of pairs in a tile at the end of a large block, where fewer than `rows` pairs are
-        left; it divides `rows`.
+    rest: number of pairs in the last tiles of a large block, if fewer than `rows` pairs are left;
+        it divides `rows`.
     """
 
     rest: int = 1

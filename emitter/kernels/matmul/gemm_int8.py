@@ -77,7 +77,7 @@ class GemmInt8Tiles(PanelTiles):
 def row_bytes(depth: int, group: int) -> int:
     """Return the bytes of a panel for one row of W: int8 codes, and (scale, base) of each group.
 
-    depth, group: number of elements in the panel and in a codec group.
+    depth: elements of the row in the panel. group: elements that share a scale.
     """
     return depth + depth // group * 8
 
@@ -119,10 +119,9 @@ class GemmInt8(Gemm):
 class Step:
     """A writer of code that multiplies int8 x by weights and adds the results to f32 sums.
 
-    A step covers GROUP (32) elements of in_features. An element of x is x_scale * n, for an int8 n.
-    A weight is scale * code + base, where code is the stored code. The instruction multiplies n
-    by c = code + bias, where `Dot.bias` makes codes unsigned. For each codec group, whose elements
-    share scale and base, a step adds
+    A step covers GROUP (32) elements of in_features. An element of x is x_scale * n, with an int8
+    n. The instruction multiplies n by c = code + bias: `Dot.bias` makes codes unsigned where the
+    instruction needs that. For each codec group, a step adds
 
         scale * x_scale * sum(c * n) + (base - bias * scale) * sum(x)         if the codec has minima
         scale * x_scale * (sum(c * n) - (offset + bias) * sum(n))             otherwise
@@ -130,9 +129,11 @@ class Step:
     where `offset` was added to a code to store it (`Codec.offset`).
 
     Arguments of the methods:
-    rows: indices of the rows of x. unit: index of the step. part: index of the group in the step.
-    quads(q): for each vector of outputs, returns `Dot.quads` vectors of codes from quad `q` of the
-        step on. A quad is four codes. A vector of outputs has one row of the weight in each lane.
+    rows: indices of the rows of x.
+    unit: index of the step.
+    part: index of the codec group in the step. quads(q): for each vector of outputs (rows of the
+        weight), returns `Dot.quads` vectors of codes, from quad `q` of the step on. A quad is four
+        codes.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Buffers):

@@ -1,11 +1,11 @@
 """Prepare x on the stack for matmuls: apply the RMS norm, and multiply by `code_factors`.
 
-The stack also has the sum of x over each codec group, which is the elements of a row that share a
-scale. Minima and offsets of codes are multiplied by these sums (`group_sum`). For canonical GEMMs,
-the kernel `group_sums` computes the sums once for all matmuls of x. Both add in the same order:
+The stack also has sum(x) of each codec group (elements of a row that share a scale), by which
+minima and offsets of codes are multiplied. `group_sum` adds the elements in a fixed order, also in
+the kernel `group_sums`, which computes the sums of canonical GEMMs:
 
-each workgroup: up to 16 rows of x [T, in]
-  for row, for group: sums[row, group] = `group_sum` of x                                            memory
+    each workgroup: up to 16 rows of x [T, in]
+      for row, for group: sums[row, group] = `group_sum` of x                                       memory
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,10 +72,10 @@ def group_sums(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel
 class PreparedX:
     """A stack buffer with T rows of x, normalised and scaled for the codes of a packed weight.
 
-    Kernels mask codes without shifting the bits of a code down, which multiplies the code by a
-    power of two. So x is multiplied by the inverse of this power (`code_factors`). The buffer also
-    has the `group_sum` of each codec group. The methods count elements and groups from the first
-    element that the last call of `fill` prepared. token: index of a row in the buffer.
+    Kernels mask codes without shifting their bits down, so a code is multiplied by a power of two,
+    and x is multiplied by the inverse (`code_factors`). The buffer also has the `group_sum` of each
+    codec group. The methods count elements and groups from the first element that the last call of
+    `fill` prepared. token: index of a row in the buffer.
 
     capacity: max number of elements of a row that one call of `fill` prepares.
     row: index in x of the first of the T rows.

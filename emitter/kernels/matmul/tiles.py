@@ -118,7 +118,7 @@ def panel_workgroups(matmul: Matmul, row_blocks: int, tokens: int, threads: int)
 
 
 def each_block(b: Body, out_features: int, block: Index, store: Callable[[int], None]) -> None:
-    """Emit code that stores the results of a row block: 16, or fewer in the weight's last block.
+    """Emit code that stores 16 results of a row block, or fewer in the weight's last block.
 
     store(n): emits the stores of the first n results; store(0) emits those of all 16.
     """

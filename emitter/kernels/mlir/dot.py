@@ -47,9 +47,9 @@ class Accumulators:
 class Dot:
     """A writer of code for int8 dot products of weight codes and x.
 
-    A lane of a vector belongs to one output. The methods `arranged` and then `code` prepare codes,
-    and the method `x` prepares x. The method `add` multiplies `quads` quads of each output by as
-    many quads of x, for each of `rows` rows of x. bits: bits of a code.
+    Code for a step over `quads` quads calls `arranged` and then `code` for the codes, `x` for x,
+    and `add` to add their products to the sums of `start`. Each lane of a vector belongs to one
+    output, and a step covers `rows` rows of x. bits: bits of a code.
     """
 
     rows: ClassVar[int] = 1
@@ -61,11 +61,11 @@ class Dot:
         self.bias = 128 if bits == 8 and isa.dot not in ("sdot", *_BLOCKS) else 0
 
     def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
-        """Reorder vectors of codes for `code`; each lane of `quads` has a quad of its output."""
+        """Reorder vectors of codes as `code` expects them; each lane has a quad of its output."""
         return list(quads)
 
     def code(self, arranged: Sequence[Ssa]) -> tuple[Ssa, ...]:
-        """Return the result of `arranged`, converted to the operand type of the instruction."""
+        """Convert the result of `arranged` to the operand type of the instruction."""
         (quad,) = arranged
         if self.dot == "plain":
             return tuple(self._byte(quad, j, "shrui") for j in range(4))

@@ -1,11 +1,10 @@
 """Emit MLIR that reads packed weights (`weights.packing`): codes as f32 or int8, scales, minima.
 
-A packed weight has blocks of 16 rows. A block has records. A record packs one codec block of each
-of the 16 rows, and a codec block has one or more groups. Arguments of the methods:
+Arguments of the methods:
 
-block: index of the 16-row block in the weight.
-record: index of the record in the block.
-group: index of the codec group in the record.
+block: index of a 16-row block of the weight.
+record: index of a record in the block; it has one codec block of each of the 16 rows.
+group: index of a codec group in the record.
 k: index of an element in the group.
 v: index of a vector of rows; vector v has rows v * lanes .. (v + 1) * lanes - 1 of the block.
 """
@@ -32,10 +31,10 @@ _FLOATS = {"<f4": ("f32", 32), "<f2": ("f16", 16), "<u2": ("bf16", 16)}
 
 
 def code_factors(codec: Codec) -> np.ndarray:
-    """Return the factors that turn the results of `GroupCodes.code` into codes, f32 [group].
+    """Return the factors f32 [group] that turn the results of `GroupCodes.code` into codes.
 
-    `GroupCodes.code` masks the bits of a code without shifting them down. So it returns the code
-    times a power of two. The factor is the inverse of this power.
+    `GroupCodes.code` masks the bits of a code without shifting them down, so it returns the code
+    times a power of two. The factors are the inverses of these powers.
     """
     record = layout(codec)
     if codec.e4m3:
