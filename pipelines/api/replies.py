@@ -30,17 +30,18 @@ def _call_id() -> str:
 
 
 class Reply(ABC):
-    """A builder of the answer to one request: as one JSON object, or as events of a stream."""
+    """A builder of the answer to one request: as one JSON object, or as events of a stream.
 
-    # Prefix of the answer's id.
+    prefix: start of the answer's id. last: sent after the last event of a stream. continuous_usage:
+    whether every event has the usage so far. is_ndjson: whether a stream has a JSON object on each
+    line, instead of server-sent events. requests: the engine request of each choice, set by
+    `GenerationApi.start_job`.
+    """
+
     prefix = ""
-    # Sent after the last event of a stream.
     last: str | None = None
-    # Whether every event has the usage so far.
     continuous_usage = False
-    # Whether a stream has a JSON object on each line; otherwise it has server-sent events.
     is_ndjson = False
-    # The engine request of each choice; `GenerationApi.start_job` sets them.
     requests: Sequence[Request] = ()
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool):
@@ -76,14 +77,17 @@ class Reply(ABC):
 
 
 class ChoicesReply(Reply):
-    """A builder of an answer with one or more choices, for chat and text completions."""
+    """A builder of an answer with one or more choices, for chat and text completions.
 
-    # Values of `object` in a complete answer and in the events of a stream.
+    kind, chunk_kind: values of `object` in a complete answer and in the events of a stream.
+    include_usage: whether the last event of a stream has the usage.
+    prompt_top: number of most probable tokens to report at each position of the prompt; None
+        without log-probabilities of the prompt.
+    """
+
     kind = chunk_kind = ""
     last = "[DONE]"
-    # Whether the last event of a stream has the usage.
     include_usage = False
-    # For how many tokens at each position of the prompt the answer has log-probabilities, None for no field.
     prompt_top: int | None = None
     # Whether the answer has vLLM's fields token_ids and prompt_token_ids.
     has_token_ids = False
@@ -252,10 +256,12 @@ def _call_chunk(part: CallPart, is_custom: bool) -> dict:
 
 
 class Echo(NamedTuple):
-    """The text of a prompt that is repeated at the start of a completion."""
+    """The text of a prompt that is repeated at the start of a completion.
+
+    offsets: character offset of each token of the prompt; empty without log-probabilities.
+    """
 
     text: str = ""
-    # The character offset of each token of the prompt; empty without log-probabilities.
     offsets: Collection[int] = ()
 
 

@@ -65,6 +65,7 @@ class Body(BaseModel):
 
     Unknown fields are an error, unless the validation context is a set: then they are ignored, and
     their names are added to the set.
+    expected: descriptions of the values of fields, for error messages.
     """
 
     model_config = ConfigDict(

@@ -114,7 +114,7 @@ def run_job(
 
 
 def answering(engine: Engine | None, conversion: Conversion, window: int = MAX_REQUESTS) -> Answer:
-    """Return a function that answers records with `engine`; engine: None for an embedding model."""
+    """Return a function that answers records with `engine`; None for an embedding model."""
 
     works = lambda records: (record and conversion.work(record) for record in records)
     return lambda records: run(engine, in_windows(works(records), window))
@@ -123,9 +123,9 @@ def answering(engine: Engine | None, conversion: Conversion, window: int = MAX_R
 def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answered]:
     """Run the requests of records; yield (record, outcome) when a record's requests have ended.
 
-    works: records with their requests, or None while no record is available; an item is read when
-    the engine has a free slot. engine: None if no record has requests. Closing the iterator cancels
-    the requests that are running.
+    works: records with their requests, or None while no record is available; the next is taken when
+    a slot is free. engine: None if no record has requests. Closing the iterator cancels the
+    requests that are running.
     """
     stream, owners, ended = engine.stream() if engine else None, dict[Request, Work](), False
     try:
@@ -158,11 +158,11 @@ def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answere
 
 
 def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -> Iterator[Work | None]:
-    """Group `works` in windows, and yield the items of each window sorted by prompt.
+    """Yield `works` in groups ("windows") that are sorted by prompt.
 
     A window ends at `max_requests` requests or MAX_TOKENS prompt tokens. It also ends if no item is
-    available and WAIT seconds have passed since its first item. Before that, None is yielded if no
-    item is available.
+    available and WAIT seconds have passed since its first item. Until then, None is yielded while
+    no item is available.
     """
     window, size, tokens, began = list[Work](), 0, 0, 0.0
     for work in works:

@@ -39,7 +39,7 @@ MAX_LINE = 1 << 28
 
 @dataclass(frozen=True)
 class Entry:
-    """A finished record.
+    """A finished record, as a line of the journal has it.
 
     own: the input columns, {name: value}; for Parquet, a one-row Arrow stream in base64. added: the
     columns of the answer, {name: value}.

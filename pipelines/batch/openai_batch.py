@@ -44,9 +44,9 @@ ENDPOINTS: dict[str, tuple[type[schemas.Body], Callable[[Any, Any], Coroutine[An
 
 
 class Collector:
-    """A substitute for an engine, which the server's API classes use to prepare requests.
+    """A stand-in for the engine, with which the server's API classes prepare requests.
 
-    It drops generation requests, because the batch job runs them. It computes embedding vectors
+    It drops generation requests, because the batch job runs them itself. It computes embeddings
     immediately.
     """
 
@@ -61,7 +61,7 @@ class Collector:
 
 
 class OpenAI:
-    """The `Format` of OpenAI's batch files. The answers are those that `castiron serve` gives."""
+    """A converter of records in OpenAI's batch format; answers are those of `castiron serve`."""
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, names: list[str], embedder: Embedder | None = None):
         """Create the API of one model; `embedder` is None for a model that generates text."""

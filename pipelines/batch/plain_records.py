@@ -19,8 +19,9 @@ from castiron.vmfb.manifest import Manifest
 
 @dataclass
 class Prompts:
-    """The `Format` of records with a column `messages` or `prompt` (text or token ids).
+    """A converter of records with a `messages` or `prompt` column to engine requests.
 
+    A prompt is a text or a list of token ids.
     max_tokens: max tokens of an answer; None for no limit except the context.
     raw: whether prompts are encoded without the chat template.
     system: system message before each prompt.
@@ -98,7 +99,7 @@ class Prompts:
 
 
 class Embeddings:
-    """The `Format` of records with a text to embed, or with its token ids."""
+    """A converter of records with a text, or with its token ids, to embeddings."""
 
     def __init__(self, embedder: Embedder, prompt: str = "", dimensions: int | None = None):
         """Output the first `dimensions` numbers of each vector; put `prompt` before each text."""

@@ -176,8 +176,9 @@ def _no_constant(name: str) -> NoReturn:
 class Outcome:
     """The result of a record.
 
-    added: the answer, {name of an output column: value}. prompt, generated, cached: numbers of
-    prompt tokens, of generated tokens, and of prompt tokens from the prefix cache.
+    added: the answer, {name of an output column: value}. failed: whether the answer is an error.
+    prompt, generated, cached: numbers of prompt tokens, of generated tokens, and of prompt tokens
+    from the prefix cache.
     """
 
     added: Mapping[str, Any]

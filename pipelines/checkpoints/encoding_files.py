@@ -117,11 +117,16 @@ def _tokens(value: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Head:
-    """The layers that a model family's rerankers have after the transformer."""
+    """The layers that a model family's rerankers have after the transformer.
 
-    modules: Mapping[str, str]  # from the name of a module in the file to its name in castiron
-    pooling: Callable[[dict], Pooling]  # from the config to the description of these layers
-    types: bool = False  # whether tokens of the second text have token type 1
+    modules: from the name of a module in the file to its name in castiron. pooling: returns the
+    description of these layers for a config. types: whether tokens of the second text have token
+    type 1.
+    """
+
+    modules: Mapping[str, str]
+    pooling: Callable[[dict], Pooling]
+    types: bool = False
 
 
 def _bert(config: dict) -> Pooling:

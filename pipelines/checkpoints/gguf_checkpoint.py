@@ -201,8 +201,8 @@ def _joined(file: GgufFile, parts: list[Tensor], name: str) -> Tensor:
 def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
     """Return, for each row or column of an HF tensor, its index in the GGUF tensor.
 
-    llama.cpp's converter reorders the value heads of linear attention. For a tensor that it does
-    not reorder, the result is None.
+    The result is None if the order is the same. llama.cpp's converter reorders the value heads of
+    linear attention.
 
     leaf: GGUF name without the block, such as `attn_qkv` for `blk.0.attn_qkv`.
     """

@@ -51,12 +51,16 @@ Value = int | float | bool | str | Sequence[str] | Sequence[int] | Sequence[floa
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file that is mapped into memory; the data of its tensors are views of the file."""
+    """A GGUF file that is mapped into memory; the data of its tensors are views of the file.
+
+    metadata: by key a str, int, float, bool, list[str], or NumPy array of numbers. entries: the
+    bytes of each metadata entry, by key.
+    """
 
     path: Path
-    metadata: dict  # by key a str, int, float, bool, list[str], or NumPy array of numbers
+    metadata: dict
     tensors: dict[str, Tensor]
-    entries: dict[str, memoryview] = field(default_factory=dict)  # bytes of each metadata entry
+    entries: dict[str, memoryview] = field(default_factory=dict)
 
 
 class _Cursor:

@@ -196,48 +196,55 @@ LLAMA_FLAGS = {**ATTENTION_BIAS, "mlp_bias": "ffn_up.bias"}
 class Architecture:
     """The rules that convert GGUF keys and tensors of one `general.architecture` to HF's.
 
-    The comments call the last part of a tensor's name a leaf: `attn_q` in `blk.0.attn_q.weight`.
-    The default values fit most architectures.
+    The last part of a tensor's name is called a leaf: `attn_q` in `blk.0.attn_q.weight`. The
+    default values fit most architectures.
+
+    Attributes:
+        tensors: from a leaf to HF's leaf.
+        per_index: from the leaf of a stack (all experts) to HF's leaf of item `{}`, or to several
+            leaves that share its rows.
+        ints, floats: from a metadata key without prefix to the config key.
+        constants: config keys that the architecture implies, with their values.
+        fixed: metadata keys that have only one supported value, with this value.
+        flags: from a config key to the tensor of block 0 whose presence makes the key true.
+        permuted: from a leaf whose rows are reordered for interleaved rotary embeddings to the
+            config key with its number of heads.
+        bare: leaves whose HF name has no ".weight".
+        top, block: tensors outside blocks, and HF's prefix of a block.
+        vectors: from a leaf with its ending to HF's name of a vector. For A_log, GGUF stores
+            -exp(A_log).
+        joined: from several leaves to HF's leaf that has their rows one after the other.
+        absorbed: from the leaves of keys and values, stacks of one matrix per head, to HF's leaf
+            that has both.
+        by_layer: metadata keys with one number per layer, or without the usual meaning, which a
+            rule reads.
+        tiled: from a leaf to what is reordered: "heads", "rows", "last rows" or "columns". HF has
+            all value heads of the first key head, then those of the next. GGUF has the first value
+            head of every key head, then the second of every key head.
+        grouped: from a leaf whose rows are grouped by key head of a gated delta net to HF's leaves
+            of its parts. A part is a string with a letter for each of its rows in a group: "h", one
+            per value head; "k", the features of a key; "v", the features of the values.
+        norms_plus_one: whether GGUF stores the weights of norms plus 1.
+        rules: names of functions in gguf_rules.
     """
 
     model_type: str
-    # From leaf to HF's leaf.
     tensors: Names = field(default_factory=lambda: COMMON_TENSORS)
-    # From the leaf of a stack (all experts) to HF's leaf of item `{}`, or to several leaves that share its rows.
     per_index: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    # From metadata key without prefix to config key.
     ints: Names = field(default_factory=lambda: SIZES_AND_HEAD)
     floats: Names = field(default_factory=lambda: RMS)
-    # Config keys that the architecture implies, with their values.
     constants: Mapping[str, object] = field(default_factory=lambda: SILU)
-    # Metadata keys that have only one supported value, with this value.
     fixed: Mapping[str, object] = field(default_factory=dict)
-    # From config key to the tensor of block 0 whose presence makes the key true.
     flags: Names = field(default_factory=dict)
-    # From a leaf whose rows are reordered for interleaved rotary embeddings to the config key of its heads.
     permuted: Names = field(default_factory=dict)
-    # Leaves whose HF name has no ".weight".
     bare: tuple[str, ...] = ()
-    # Tensors outside blocks, and HF's prefix of a block.
     top: Names = field(default_factory=lambda: TOP_TENSORS)
     block: str = "model.layers.{}."
-    # From a leaf with its ending to HF's name of a vector. For A_log, GGUF stores -exp(A_log).
     vectors: Names = field(default_factory=dict)
-    # From several leaves to HF's leaf that has their rows one after the other.
     joined: Mapping[tuple[str, ...], str] = field(default_factory=dict)
-    # From the leaves of keys and values, stacks of one matrix per head, to HF's leaf that has both.
     absorbed: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    # Metadata keys with one number per layer, or without the usual meaning, which a rule reads.
     by_layer: tuple[str, ...] = ()
-    # From a leaf to what is reordered: "heads", "rows", "last rows" or "columns". HF has all value
-    # heads of the first key head, then those of the next. GGUF has the first value head of every
-    # key head, then the second of every key head.
     tiled: Names = field(default_factory=dict)
-    # From a leaf whose rows are grouped by key head of a gated delta net to HF's leaves of its parts.
-    # A part is a string with a letter for each of its rows in a group: "h", one per value head;
-    # "k", the features of a key; "v", the features of the values.
     grouped: Mapping[str, Names] = field(default_factory=dict)
-    # Whether GGUF stores the weights of norms plus 1.
     norms_plus_one: bool = False
-    # Names of functions in gguf_rules.
     rules: tuple[str, ...] = ("full_rotary", "rope_scaling")

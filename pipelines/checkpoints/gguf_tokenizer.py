@@ -104,12 +104,17 @@ def _words(regex: str | None = None, digits: bool = False) -> tuple[dict, ...]:
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """The steps that split text into words before byte-level BPE."""
+    """The steps that split text into words before byte-level BPE.
 
-    steps: tuple[dict, ...] = _words()  # pre-tokenizers of the tokenizers library
-    ignore_merges: bool = False  # whether a word in the vocabulary is one token even if no merges produce it
-    nfc: bool = False  # whether text is normalised to NFC first
-    adds_bos: bool = False  # whether BOS is added by default
+    steps: pre-tokenizers of the tokenizers library. ignore_merges: whether a word in the vocabulary
+    is one token even if no merges produce it. nfc: whether text is normalised to NFC first.
+    adds_bos: whether BOS is added by default.
+    """
+
+    steps: tuple[dict, ...] = _words()
+    ignore_merges: bool = False
+    nfc: bool = False
+    adds_bos: bool = False
 
 
 # By value of `tokenizer.ggml.pre`, whose names are llama.cpp's (llama-vocab.cpp).

@@ -78,7 +78,7 @@ def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
 
 
 def _codes(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Return castiron's codes of unsigned numbers n: n for 4 bits, n - 128 as int8 for 8 bits."""
+    """Convert unsigned numbers n to the codes of castiron's codecs: n for 4 bits, n - 128 for 8."""
     return numbers ^ np.uint8(128) if bits == 8 else numbers
 
 

@@ -108,14 +108,16 @@ class Layout:
     """A rule that splits the rows of each stored tensor whose name matches `pattern`.
 
     parts: {name of a new tensor: function from the number of stored rows to a slice of the rows}. A
-    name may refer to groups of `pattern`; `{}` in it is the expert's index in a stack. If there are
-    no parts, the stored tensor is dropped.
+        name may refer to groups of `pattern`; `{}` in it is the expert's index in a stack. If there
+        are no parts, the stored tensor is dropped.
+    transposed: whether the stored matrix is [in, out].
+    scales: for MXFP4 blocks, template of the name of the tensor with their exponents.
     """
 
     pattern: str
     parts: Mapping[str, Rows]
-    transposed: bool = False  # whether the stored matrix is [in, out]
-    scales: str | None = None  # for MXFP4 blocks, template of the name of the tensor with their exponents
+    transposed: bool = False
+    scales: str | None = None
 
     def matches(self, tensor: Tensor, scales: Tensor | None) -> bool:
         """Return whether this layout can split a stored tensor and its scales, by their shapes."""

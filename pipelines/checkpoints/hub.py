@@ -42,10 +42,13 @@ class Unreachable(CheckpointError):
 
 
 class HubFile(NamedTuple):
-    """A file of a repository on the hub."""
+    """A file of a repository on the hub.
+
+    size: bytes. sha256: hash in hex; small files have none.
+    """
 
     size: int
-    sha256: str | None  # in hex; small files have none
+    sha256: str | None
 
 
 def fetch(name: HubName, progress: Progress | None = None) -> Path:

@@ -19,11 +19,15 @@ ORDER = "column_order"
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of one quantised weight. Keys of `parts` are name endings, such as "qweight"."""
+    """The tensors of one quantised weight.
+
+    name: name of the weight, such as model.layers.0.mlp.up_proj.weight. config: the
+    quantization_config. parts: the tensors by the end of their names, such as "qweight".
+    """
 
     path: Path
-    name: str  # name of the weight, as model.layers.0.mlp.up_proj.weight
-    config: Mapping  # the quantization_config
+    name: str
+    config: Mapping
     parts: Mapping[str, Tensor]
 
     def error(self, problem: str, remedy: str = "fetch the checkpoint again") -> CheckpointError:

@@ -33,12 +33,17 @@ def open_source(model: str | Path, options: Options, progress: Progress | None =
 
 @dataclass(frozen=True)
 class EncoderSizes:
-    """The sizes of the functions that encode texts for embedding or reranking, in tokens."""
+    """The sizes of the functions that encode texts for embedding or reranking.
 
-    context: int  # positions of the states
-    widths: tuple[int, ...]  # tokens per call of each encode function
-    max_tokens: int  # max tokens of a text
-    single_call: bool  # whether a text is encoded in one call, because attention is bidirectional
+    context: number of positions of the states. widths: tokens per call of each encode function.
+    max_tokens: max tokens of a text. single_call: whether a text is encoded in one call, because
+    attention is bidirectional.
+    """
+
+    context: int
+    widths: tuple[int, ...]
+    max_tokens: int
+    single_call: bool
 
 
 def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | None:

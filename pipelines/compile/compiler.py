@@ -49,11 +49,15 @@ LAYERS, TEXT, COMMANDS = "layers.mlir", "module.mlir", "commands.sh"
 
 @dataclass(frozen=True)
 class CompileReport:
-    """The path and the manifest of a bundle, and how `compile_model` made it."""
+    """The path and the manifest of a bundle, and how `compile_model` made it.
+
+    up_to_date: whether the bundle existed already and was not compiled again. seconds: time taken
+    by each stage, by name.
+    """
 
     bundle: Path
-    up_to_date: bool  # whether the bundle existed already and was not compiled again
-    seconds: dict[str, float]  # time taken by each stage
+    up_to_date: bool
+    seconds: dict[str, float]
     manifest: Manifest
 
 

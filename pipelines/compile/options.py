@@ -27,26 +27,43 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `castiron compile`; raises EmitError for invalid values."""
+    """The options of `castiron compile`; raises EmitError for invalid values.
 
-    context: int | None = None  # positions of a session by default; None: the model's limit, at most 8192
-    max_context: int | None = None  # positions that states have; None: the model's limit, at most 131,072
-    weights: str = "native"  # a value of WEIGHTS: the checkpoint's codecs, a float type, or a quantised one
-    requantise: bool = False  # whether quantised matrices are quantised again, to a smaller type
-    adapter: str | None = None  # PEFT directory, merged before the weights are converted
-    calibrate: str | None = None  # text on which the importance of columns is measured
+    context: number of positions of a session by default; None: the model's limit, at most 8192.
+    max_context: number of positions that states have; None: the model's limit, at most 131,072.
+    weights: a value of WEIGHTS: the checkpoint's codecs, a float type, or a quantised one.
+    requantise: whether quantised matrices are quantised again, to a smaller type.
+    adapter: PEFT directory, merged before the weights are converted.
+    calibrate: text file on which the importance of columns is measured.
+    cache: element type of KV caches; other states are f32.
+    lowering: a value of LOWERINGS; empty: kernels for the target's CPU or GPU.
+    target: a name that `vmfb.targets.resolve` knows.
+    prefill, speculate, embed: tokens per call of the prefill, verify and hidden-state functions.
+    batch: sequences per call of the decode_batch functions.
+    threads: number of threads among which kernels divide their work; None: one per core.
+    tuned: whether to use tiles that `castiron tune` found, for the target "host".
+    ignore_keys: keys of the config, or of the GGUF metadata, to leave out.
+    iree_flags: flags for iree-compile after castiron's own.
+    """
+
+    context: int | None = None
+    max_context: int | None = None
+    weights: str = "native"
+    requantise: bool = False
+    adapter: str | None = None
+    calibrate: str | None = None
     numerics: str = "exact"
-    cache: str = "f32"  # element type of KV caches; other states are f32
-    lowering: str = ""  # a value of LOWERINGS; empty: kernels for a CPU, else that of a GPU
-    target: str = "host"  # a name that `vmfb.targets.resolve` knows
-    prefill: tuple[int, ...] = (8, 32, 128)  # tokens per call of the prefill functions, up to the context
-    batch: tuple[int, ...] = (4, 8)  # sequences per call of the decode_batch functions
-    speculate: tuple[int, ...] = (2, 4, 8)  # tokens per call of the verify functions
-    embed: tuple[int, ...] = ()  # tokens per call of the functions that return hidden states
-    threads: int | None = None  # threads among which kernels divide their work; None: one per core
-    tuned: bool = True  # whether to use tiles that `castiron tune` found, for the target "host"
-    ignore_keys: tuple[str, ...] = ()  # keys of the config, or the GGUF metadata, to leave out
-    iree_flags: tuple[str, ...] = ()  # flags for iree-compile after castiron's own
+    cache: str = "f32"
+    lowering: str = ""
+    target: str = "host"
+    prefill: tuple[int, ...] = (8, 32, 128)
+    batch: tuple[int, ...] = (4, 8)
+    speculate: tuple[int, ...] = (2, 4, 8)
+    embed: tuple[int, ...] = ()
+    threads: int | None = None
+    tuned: bool = True
+    ignore_keys: tuple[str, ...] = ()
+    iree_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.lowering:

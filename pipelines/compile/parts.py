@@ -133,26 +133,35 @@ def _updated(op: Op, result: int) -> Value | None:
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """The options that select a kernel for `castiron emit --kernel`."""
+    """The options that select a kernel for `castiron emit --kernel`.
 
-    sizes: tuple[int, ...]  # the numbers of --shape
-    tokens: int  # rows of x; for attention_decode, sequences; for experts, (token, expert) pairs
-    codec: str = "f32"  # codec of the weight
+    sizes: the numbers of --shape. tokens: rows of x; for attention_decode, sequences; for experts,
+    (token, expert) pairs. codec: of the weight. context: number of positions of the KV cache.
+    cache: element type of the KV cache.
+    """
+
+    sizes: tuple[int, ...]
+    tokens: int
+    codec: str = "f32"
     isa: str = "avx2"
     threads: int = 2
-    context: int = 8192  # positions of the KV cache
+    context: int = 8192
     numerics: str = "exact"
-    cache: str = "f32"  # element type of the KV cache
+    cache: str = "f32"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of kernel for `castiron emit --kernel`."""
+    """A kind of kernel for `castiron emit --kernel`.
 
-    shape: str  # names of the sizes in --shape, for the help
-    example: str  # a value of --shape
-    tokens: tuple[int, int, int | None]  # default, minimum and maximum of --tokens
-    make: Callable[[str, KernelRequest], Kernel]  # makes the kernel from its name and the request
+    shape: names of the sizes in --shape, for the help. example: a value of --shape. tokens:
+    default, minimum and maximum of --tokens. make: makes the kernel from its name and the request.
+    """
+
+    shape: str
+    example: str
+    tokens: tuple[int, int, int | None]
+    make: Callable[[str, KernelRequest], Kernel]
 
     @property
     def tokens_words(self) -> str:

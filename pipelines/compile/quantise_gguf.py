@@ -39,11 +39,14 @@ _OWN = ("general.file_type", "general.quantization_version")
 
 @dataclass(frozen=True)
 class Report:
-    """The new file that `quantise` wrote, with its codecs and the time."""
+    """The new file that `quantise` wrote.
+
+    bytes: size of the file. codecs: number of tensors of each codec. seconds: duration.
+    """
 
     file: Path
     bytes: int
-    codecs: dict[str, int]  # number of tensors of each codec
+    codecs: dict[str, int]
     seconds: float
 
 

@@ -28,23 +28,31 @@ SCHEMA = 2
 
 @dataclass(frozen=True)
 class Key:
-    """The conditions of a measurement. Tiles are used only if all conditions are the same."""
+    """The conditions of a measurement. Tiles are used only if all conditions are the same.
 
-    cpu: str  # model of the CPU
+    cpu: model of the CPU. isa: instruction set of the kernels. iree: version of IREE. kernels: hash
+    of the kernels' source files.
+    """
+
+    cpu: str
     isa: str
-    iree: str  # version of IREE
-    kernels: str  # hash of the source files of the kernels
+    iree: str
+    kernels: str
     threads: int
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of tuning one matmul."""
+    """The result of tuning one matmul.
+
+    product: name of the matmul. tiles: the fastest tiles; None for the default tiles. gain: time
+    with the default tiles, divided by the time with the fastest tiles.
+    """
 
     key: Key
-    product: str  # name of the matmul
-    tiles: dict[str, int] | None  # the fastest tiles; None for the default tiles
-    gain: float  # time with the default tiles / time with the fastest tiles
+    product: str
+    tiles: dict[str, int] | None
+    gain: float
 
 
 @dataclass(frozen=True)

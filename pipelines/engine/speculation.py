@@ -38,7 +38,10 @@ PASSES = 8
 
 
 def match_kind(length: int) -> int:
-    """Return the index in the table `FOLLOWED` of hit rates, for a match of `length` tokens."""
+    """Return the kind of an n-gram match of `length` tokens, an index in the table `FOLLOWED`.
+
+    The kind decides which rate of right proposals is assumed.
+    """
     return min(length, MAX_MATCH).bit_length() - 2
 
 

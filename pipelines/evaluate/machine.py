@@ -282,7 +282,7 @@ def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: M
 
 
 def of_limit(row: Mapping[str, Any]) -> str:
-    """Return the fraction of the limit that a kernel reaches: "75%", "in cache" or "?"."""
+    """Return the fraction of its limit that a kernel reaches as text: "75%", "in cache" or "?"."""
     if row["bound"] == "cache":
         return "in cache"
     return "?" if row["limit_share"] is None else f"{row['limit_share']:.0%}"

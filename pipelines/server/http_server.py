@@ -100,9 +100,9 @@ class Connection(HttpToolsProtocol):
     If the server closed a socket with unread data, the client would lose the response. Therefore
     the server closes only the sending half of the socket. It discards received data until the
     client closes the connection, LINGER_SECONDS have passed, or over LINGER_BYTES have arrived.
+    discarded: number of bytes discarded so far; None while the connection is open.
     """
 
-    # Bytes discarded so far, None while the connection does not linger.
     discarded: int | None = None
 
     def connection_made(self, transport) -> None:

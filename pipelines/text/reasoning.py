@@ -106,9 +106,9 @@ def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tup
 
 
 def _prefix_start(text: str, mark: str) -> int:
-    """Return the start index of the longest suffix of `text` that is a prefix of `mark`.
+    """Return the index in `text` from which on it may be the start of `mark`.
 
-    If there is no such suffix, return len(text).
+    It is 1 for "a<thi" and "<think>". If no end of `text` starts `mark`, return len(text).
     """
     starts = range(max(0, len(text) - len(mark) + 1), len(text))
     return next((start for start in starts if mark.startswith(text[start:])), len(text))

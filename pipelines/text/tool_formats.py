@@ -103,10 +103,9 @@ class ToolFormat:
 
 
 def _trigger(text: str) -> str:
-    """Return the start of `text`, which announces a call.
+    """Return the mark or marks at the start of `text`, such as "<tool_call>".
 
-    The start is the mark or marks at the beginning of `text`, such as "<tool_call>". If there are
-    no marks, the start is the text before the first JSON object or placeholder `ID`.
+    If there are none, return the text before the first JSON object or placeholder `ID`.
     """
     marks = _MARKS.match(text)
     return marks[0] if marks else re.split(rf"{ID}|(?<!\w)\[?\{{|\{{", text)[0].rstrip()
