@@ -40,6 +40,9 @@ def _linear(op: Op) -> str | None:
     return None if ok and bias in ([], [weight[:1]]) else "needs x [T, in], a weight [out, in] and at most a bias [out]"
 
 
+_POSITIONS = "the positions must be i32: [T] in a batch, start and length in prefill, otherwise start"
+
+
 def _norm(weights: int, *ranks: int) -> Callable[[Op], str | None]:
     """Return the check of an operation that normalises the last dimension of x.
 
@@ -72,12 +75,12 @@ def _attention(op: Op) -> str | None:
     q, k, v, k_cache, v_cache, *numbers = op.operands
     (tokens, heads, head_dim), (layers, rows, kv_heads, *_) = q.shape, k_cache.shape
     if op.attrs["sinks"] and (not numbers or numbers.pop().type != TensorType((heads,), F32)):
-        return "sinks are not f32 [heads]"
+        return "sinks must be f32 [heads]"
     out = TensorType((tokens, heads * head_dim), F32)
     if [v.type for v in op.results] != [out, k_cache.type, v_cache.type]:
-        return "the results are not f32 [T, heads * head_dim] and the two caches"
+        return "the results must be f32 [T, heads * head_dim] and the two caches"
     if k.shape != v.shape or k.shape != (tokens, kv_heads, head_dim):
-        return "k and v are not [T, kv_heads, head_dim]"
+        return "k and v must be [T, kv_heads, head_dim]"
     if heads % kv_heads:
         return f"{heads} heads are not a multiple of {kv_heads} kv heads"
     if (
@@ -85,7 +88,7 @@ def _attention(op: Op) -> str | None:
         or not _has_start(op, tokens)
         or len(numbers) != 1 + (op.attrs["mode"] == "prefill")
     ):
-        return "positions do not fit the mode"
+        return _POSITIONS
     if op.attrs["cache"] not in ("positional", "window"):
         return f"unknown kind of cache: {op.attrs['cache']}"
     count = layers // (tokens if op.attrs["mode"] == "batch" else 1)
@@ -94,7 +97,7 @@ def _attention(op: Op) -> str | None:
     turned = op.attrs["cache"] == "window" and ring_rows(window or rows, taken) > rows
     stored = CACHES[op.attrs["storage"]].type(layers, rows, kv_heads, head_dim)
     if k_cache.type != v_cache.type or k_cache.type != stored:
-        return "the caches do not have the type of their storage"
+        return f"the caches are {k_cache.type} and {v_cache.type}; both must be {stored}"
     if op.attrs["bidirectional"] and (op.attrs["layer"] or op.attrs["cache"] == "window"):
         return "bidirectional attention needs a positional cache of one layer"
     ok = 0 <= op.attrs["layer"] < count and (window is None or window > 0) and (window or op.attrs["cache"] == "positional")
@@ -149,12 +152,12 @@ def _recurrence(fits: Callable[[list[tuple[int, ...]], tuple[int, ...]], bool]) 
         starts, tokens = op.operands[-numbers:], own[0].shape[0]
         start = (tokens,) if mode == "batch" else ()
         if [(v.dtype, v.shape) for v in starts] != [(I32, start), (I32, ())][:numbers]:
-            return "positions do not fit the mode"
+            return _POSITIONS
         if after.type != state.type or not 0 <= op.attrs["layer"] < state.shape[0] // (tokens if mode == "batch" else 1):
             return "the layer is out of range, or the state's type changes"
         if any(v.dtype is not F32 for v in (*own, state, y)) or mode == "decode" and tokens != 1:
-            return "needs f32, and one token in decode"
-        return None if fits([*(v.shape for v in own), y.shape], state.shape[1:]) else "operands do not fit the state"
+            return "operands must be f32, and decode takes one token"
+        return None if fits([*(v.shape for v in own), y.shape], state.shape[1:]) else "shapes of operands do not fit the state"
 
     return rule
 

@@ -96,7 +96,7 @@ class ConfigReader:
         value = self.config.get(key)
         if value is None:
             if default is ...:
-                raise EmitError(f"the {self.model_type} config lacks {key!r}")
+                raise EmitError(f"the {self.model_type} config lacks {key!r}; add it to config.json")
             return default
         kinds = kinds if isinstance(kinds, tuple) else (kinds,)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):

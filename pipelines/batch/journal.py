@@ -74,7 +74,7 @@ class Journal:
         with open(self.path, "rb") as file:
             begin = file.read(len(TITLE))
         if not TITLE.startswith(begin):
-            raise PipelineError(f"{self.path} is not a journal of this version; move it, or choose another output")
+            raise PipelineError(f"{self.path} is not a journal that this castiron can read; move it, or choose another output")
         self._write(TITLE[len(begin) :])
         return len(TITLE)
 

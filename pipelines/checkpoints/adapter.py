@@ -150,7 +150,9 @@ def _config(path: Path) -> dict:
     for key, found in numbers.items():
         if not all(isinstance(n, int | float) and not isinstance(n, bool) and abs(n) < 2**31 for n in found):
             wanted = "an object of numbers" if key.endswith("pattern") else "a number"
-            raise CheckpointError(f"{path / CONFIG}: {key} is {shorten(config[key])}, not {wanted} below 2**31; correct it")
+            raise CheckpointError(
+                f"{path / CONFIG}: {key} is {shorten(config[key])}, not {wanted} below 2**31; correct the file"
+            )
     return config
 
 
@@ -161,7 +163,7 @@ def _of_pattern(patterns: Mapping[str, float], module: str, default: float, path
                 return value
         except (re.error, OverflowError) as error:
             why = shorten_text(str(error))
-            raise CheckpointError(f"{path / CONFIG} has the invalid pattern {shorten(key)} ({why}); correct it") from None
+            raise CheckpointError(f"{path / CONFIG} has the invalid pattern {shorten(key)} ({why}); correct the file") from None
     return default
 
 

@@ -105,7 +105,9 @@ def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Pa
             _join(model, scratch, fetched, report)
             digest = Part.of(fetched).sha256()
             if digest != model.sha256:
-                raise CheckpointError(f"the download of {name} has sha256 {digest} instead of {model.sha256}; fetch it again")
+                raise CheckpointError(
+                    f"the download of {name} has sha256 {digest} instead of {model.sha256}; run the command again"
+                )
             os.replace(fetched, target)
     except OSError as error:
         raise CheckpointError(f"cannot store {name} in {folder}: {reason(error)}") from None

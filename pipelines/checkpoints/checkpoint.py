@@ -140,7 +140,7 @@ def map_file(path: Path) -> memoryview:
     try:
         return Part.of(path).map()
     except ValueError:
-        raise CheckpointError(f"{path} is empty; fetch it again") from None
+        raise CheckpointError(f"{path} is empty; download the file again") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; check the file and its permissions") from None
 
@@ -176,7 +176,7 @@ def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tu
         for key in keys:
             value = config.get(key)
             if isinstance(value, int) and value > max_value:
-                raise CheckpointError(f"{path}: {key} is {shorten(value, 30)}, but {found}; fetch the checkpoint again")
+                raise CheckpointError(f"{path}: {key} is {shorten(value, 30)}, but {found}; download the model again")
 
 
 def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Tensor]:
@@ -235,7 +235,9 @@ def check_finite(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a tensor has infinities or NaNs."""
     for tensor in checkpoint.tensors.values():
         if not are_finite(tensor.codec, tensor.data):
-            raise CheckpointError(f"{checkpoint.path}: {shorten_text(tensor.name)} has infinities or NaNs; fetch it again")
+            raise CheckpointError(
+                f"{checkpoint.path}: {shorten_text(tensor.name)} has infinities or NaNs; download the model again"
+            )
 
 
 def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:

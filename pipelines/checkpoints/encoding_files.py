@@ -51,10 +51,12 @@ def read_encoding(path: Path) -> Encoding | None:
     limits = next((json_object(file) or {} for file in sorted(path.glob(_LIMITS))), {})
     texts, default = prompts.get("prompts") or {}, prompts.get("default_prompt_name")
     if not isinstance(texts, dict):
-        raise CheckpointError(f"{path / _PROMPTS}: prompts is {shorten(texts)}, not an object; fetch it again")
+        raise CheckpointError(f"{path / _PROMPTS}: prompts is {shorten(texts)}, not an object; download the file again")
     named = {name: text for name, text in texts.items() if isinstance(text, str)}
     if default is not None and (not isinstance(default, str) or default not in named):
-        raise CheckpointError(f"{path / _PROMPTS} has default_prompt_name {shorten(default)}, but no such prompt; correct it")
+        raise CheckpointError(
+            f"{path / _PROMPTS} has default_prompt_name {shorten(default)}, but no such prompt; correct the file"
+        )
     max_tokens = _tokens(limits.get("max_seq_length")) or tokenizer_limit(path)
     return Encoding(pooling, named, default, max_tokens, limits.get("do_lower_case") is True, tensors)
 
@@ -64,7 +66,7 @@ def _module(path: Path, entry: Any) -> tuple[str, str]:
         folder = entry["path"]
         if folder == Path(folder).name != ".." and len(folder) < 100 and folder.isprintable():
             return entry["type"].rpartition(".")[2], folder
-    raise CheckpointError(f"{path / MODULES}: module {shorten(entry)} lacks a valid type or path; fetch it again")
+    raise CheckpointError(f"{path / MODULES}: module {shorten(entry)} lacks a valid type or path; download the file again")
 
 
 def _mode(folder: Path) -> str:
@@ -92,16 +94,18 @@ def _dense(folder: Path, name: str) -> Dense:
     if (source := config.get("module_input_name", _EMBEDDING)) != _EMBEDDING:
         raise CheckpointError(f"{folder}: module_input_name is {shorten(source)}; only {_EMBEDDING!r} is supported")
     if not isinstance(features, int) or features < 1:
-        raise CheckpointError(f"{folder}: out_features is {shorten(features)}, not an integer above 0; fetch the model again")
+        raise CheckpointError(
+            f"{folder}: out_features is {shorten(features)}, not an integer above 0; download the model again"
+        )
     if not isinstance(bias, bool):
-        raise CheckpointError(f"{folder}: bias is {shorten(bias)}, not true or false; fetch the model again")
+        raise CheckpointError(f"{folder}: bias is {shorten(bias)}, not true or false; download the model again")
     return Dense(name, features, bias, _ACTIVATIONS[activation])
 
 
 def _config(folder: Path) -> dict:
     found = json_object(folder / "config.json")
     if found is None:
-        raise CheckpointError(f"{folder} has no config.json, but {MODULES} lists this folder; fetch the file")
+        raise CheckpointError(f"{folder} has no config.json, but {MODULES} lists this folder; download the complete model")
     return found
 
 
@@ -158,7 +162,9 @@ def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> E
         known = ", ".join(HEADS)
         raise CheckpointError(f"{path} is a {shorten_text(kind)}; castiron supports only {known} classifiers with one label")
     if not isinstance(config.get("hidden_size"), int):
-        raise CheckpointError(f"{path}: hidden_size is {shorten(config.get('hidden_size'))}, not a number; fetch it again")
+        raise CheckpointError(
+            f"{path}: hidden_size is {shorten(config.get('hidden_size'))}, not a number; download the file again"
+        )
     pooling = head.pooling(config)
     activations = _ACTIVATIONS.values()
     if pooling.mode not in ("cls", "mean"):

@@ -80,7 +80,7 @@ def _times(path: Path, tensor: Tensor, scale: Tensor) -> Tensor:
     shape = (1 if len(tensor.shape) == 2 else tensor.shape[0], *(1,) * (len(tensor.shape) - 1))
     if prod(scale.shape) not in (1, shape[0]):
         found = f"{shorten_text(scale.source)} has {prod(scale.shape)} numbers"
-        raise CheckpointError(f"{path}: {found}, not 1 or {shape[0]}; fetch the file again")
+        raise CheckpointError(f"{path}: {found}, not 1 or {shape[0]}; download the file again")
     read = lambda: with_scale(tensor.data, scale.dequantise().reshape(-1, *shape[1:]))
     return replace(tensor, codec="nvfp4_scaled", read=read)
 
@@ -97,7 +97,7 @@ def hf_tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Ten
         for tensor in _named(file, row, config, stored):
             if tensor.name in tensors:
                 names = " and ".join(map(shorten_text, (tensors[tensor.name].source, stored.name)))
-                raise CheckpointError(f"{file.path}: {names} both contain {shorten_text(tensor.name)}; fetch the file again")
+                raise CheckpointError(f"{file.path}: {names} both contain {shorten_text(tensor.name)}; download the file again")
             tensors[tensor.name] = tensor
     return tensors
 
@@ -129,14 +129,14 @@ def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> I
         keys, values = (file.tensors.get(f"blk.{layer}.{name}.{suffix}") for name in leaves)
         if keys is None or values is None:
             absent = f"blk.{layer}.{leaves[0] if keys is None else leaves[1]}.{suffix}"
-            raise CheckpointError(f"{file.path} has {shorten_text(tensor.name)} without {absent}; fetch it again")
+            raise CheckpointError(f"{file.path} has {shorten_text(tensor.name)} without {absent}; download the file again")
         if leaf == leaves[0]:
             yield joined_key_values(file, keys, values, f"{prefix}{row.absorbed[leaves]}.{suffix}")
     elif layer and leaf in row.grouped:
         parts = key_head_parts(config, row.grouped[leaf])
         if tensor.shape[0] != (rows := sum(map(len, parts.values()))):
             found = f"{shorten_text(tensor.source)} has {tensor.shape[0]} rows"
-            raise CheckpointError(f"{file.path}: {found}, not {rows}; fetch it again")
+            raise CheckpointError(f"{file.path}: {found}, not {rows}; download the file again")
         for name, part in parts.items():
             read = lambda part=part: tensor.data[part]
             yield replace(tensor, name=f"{prefix}{name}.{suffix}", shape=(len(part), *tensor.shape[1:]), read=read)
@@ -154,7 +154,7 @@ def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> I
 def _check_rank(file: GgufFile, tensor: Tensor, *ranks: int) -> None:
     if len(tensor.shape) not in ranks:
         found = f"{shorten_text(tensor.source)} has {len(tensor.shape)} dimensions"
-        raise CheckpointError(f"{file.path}: {found}, not {' or '.join(map(str, ranks))}; fetch it again")
+        raise CheckpointError(f"{file.path}: {found}, not {' or '.join(map(str, ranks))}; download the file again")
 
 
 def _minus_one(tensor: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ def _unpermuted(path: Path, tensor: Tensor, heads: int) -> Tensor:
     out = tensor.shape[0]
     if out % (2 * heads):
         raise CheckpointError(
-            f"{path}: {shorten_text(tensor.source)} has {out} rows, not a multiple of {2 * heads}; fetch it again"
+            f"{path}: {shorten_text(tensor.source)} has {out} rows, not a multiple of {2 * heads}; download the file again"
         )
     if len(tensor.shape) == 1 and CODECS[tensor.codec].quantised:
         unfit = "is a quantised bias, which cannot be reordered"

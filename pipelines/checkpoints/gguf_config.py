@@ -91,7 +91,7 @@ def hf_config(file: GgufFile) -> dict:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         found = "is missing" if embedding is None else f"has {len(embedding.shape)} dimensions, not 2"
-        raise CheckpointError(f"{file.path}: token_embd.weight {found}; fetch the complete model")
+        raise CheckpointError(f"{file.path}: token_embd.weight {found}; download the complete model")
     config["vocab_size"] = embedding.shape[0]
     if unread := metadata.unread():
         raise metadata.error(f"unknown metadata may change the result: {shorten_list(unread)}; ignore a key with --ignore-key")

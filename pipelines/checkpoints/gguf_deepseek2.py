@@ -74,7 +74,8 @@ def latent_attention(config: dict, metadata: Metadata) -> None:
         key, value = own
     if not key or not value or key <= rotated:
         raise metadata.error(
-            f"a head has {value or 0} value features, and {key or 0} key features of which {rotated} rotate; fetch it again"
+            f"a head has {value or 0} value features, and {key or 0} key features of which {rotated} rotate; "
+            "download the file again"
         )
     config |= {"qk_nope_head_dim": key - rotated, "v_head_dim": value, "head_dim": rotated}
     config["num_key_value_heads"] = config["num_attention_heads"]
@@ -105,7 +106,7 @@ def joined_key_values(file: GgufFile, keys: Tensor, values: Tensor, name: str) -
     """
     if (len(keys.shape), len(values.shape)) != (3, 3) or keys.shape[:2] != values.shape[::2]:
         found = f"{shorten_text(keys.source)} {list(keys.shape)} and {shorten_text(values.source)} {list(values.shape)}"
-        raise CheckpointError(f"{file.path}: the shapes of {found} do not fit each other; fetch the file again")
+        raise CheckpointError(f"{file.path}: the shapes of {found} do not fit each other; download the file again")
     (heads, latent, key), value = keys.shape, values.shape[1]
     codec = keys.codec if keys.codec == values.codec and not CODECS[keys.codec].quantised else "f32"
 

@@ -73,7 +73,7 @@ class _Cursor:
         self.path, self.view, self.at, self.string_bytes = path, view, 0, 0
 
     def invalid(self, fault: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} is not a valid GGUF file: {fault}; fetch it again")
+        return CheckpointError(f"{self.path} is not a valid GGUF file: {fault}; download the file again")
 
     def take(self, size: int, what: str) -> int:
         """Skip `size` bytes and return the offset of the first."""
@@ -145,15 +145,17 @@ def read_gguf(path: Path) -> GgufFile:
         raise CheckpointError(f"{path} is one of {count} parts; give {example}, with the other parts in the same directory")
     for number, name in enumerate(names[1:], 1):
         if not (path.parent / name).exists():
-            raise CheckpointError(f"{path.parent / name}: no such file; fetch all {count} parts of the model")
+            raise CheckpointError(f"{path.parent / name}: no such file; download all {count} parts of the model")
         part = _read_part(path.parent / name)
         if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
-            raise CheckpointError(f"{part.path} is not part {number + 1} of {count}; fetch it again")
+            raise CheckpointError(f"{part.path} is not part {number + 1} of {count}; download the file again")
         if twice := sorted(file.tensors.keys() & part.tensors.keys()):
-            raise CheckpointError(f"{part.path}: tensor {shorten(twice[0])} is in two parts; fetch all parts again")
+            raise CheckpointError(f"{part.path}: tensor {shorten(twice[0])} is in two parts; download all parts again")
         file.tensors.update(part.tensors)
     if stated not in (None, len(file.tensors)):
-        raise CheckpointError(f"{path}: all parts have {len(file.tensors)} tensors, not {shorten(stated)}; fetch all again")
+        raise CheckpointError(
+            f"{path}: its parts have {len(file.tensors)} tensors, not {shorten(stated)}; download all parts again"
+        )
     return file
 
 
@@ -166,7 +168,7 @@ def _read_part(path: Path) -> GgufFile:
     if version & 0xFFFF == 0 and version:
         raise CheckpointError(f"{path} is a big-endian GGUF file; convert it again as little-endian")
     if version not in (2, 3):
-        raise CheckpointError(f"{path} is GGUF version {version}, not 2 or 3; convert it again")
+        raise CheckpointError(f"{path} is GGUF version {version}, not 2 or 3; convert the model again")
     tensor_count = cursor.count(_SMALLEST_TENSOR, "tensors", _MAX_ENTRIES)
     metadata, alignment, entries = _metadata(cursor, cursor.count(_SMALLEST_ENTRY, "metadata entries", _MAX_ENTRIES))
     return GgufFile(path, metadata, _tensors(cursor, tensor_count, alignment), entries)

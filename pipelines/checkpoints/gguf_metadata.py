@@ -84,7 +84,7 @@ class Metadata:
         """Return the positive integer under a key; CheckpointError if the file lacks the key."""
         value = self.integer(key)
         if not value:
-            raise self.error(f"metadata key {self.prefix}{key} is {'missing' if value is None else 0}; fetch the file again")
+            raise self.error(f"metadata key {self.prefix}{key} is {'missing' if value is None else 0}; download the file again")
         return value
 
     def by_layer(self, key: str) -> list[int]:

@@ -62,7 +62,7 @@ def rope_factors(config: dict, metadata: Metadata) -> None:
     if factors is None or np.all(factors == 1):
         return
     if config.get("rope_scaling"):
-        raise metadata.error("rope_freqs.weight and rope.scaling keys are both given, but only one can apply; convert it again")
+        raise metadata.error("rope_freqs.weight and rope.scaling are given, but only one can apply; convert the model again")
     factor = float(factors.max())
     if len(factors) * 2 == head_dim(config):
         expected = llama3_factors(head_dim(config), config["rope_theta"], factor, *_LLAMA3.values())
@@ -131,7 +131,7 @@ def phi3_rope(config: dict, metadata: Metadata) -> None:
     long, short = (_factors(metadata, f"rope_factors_{length}.weight") for length in ("long", "short"))
     if (long is None) != (short is None):
         absent = "long" if long is None else "short"
-        raise metadata.error(f"rope_factors_{absent}.weight is missing; convert it again")
+        raise metadata.error(f"rope_factors_{absent}.weight is missing; convert the model again")
     if long is not None:
         config["rope_scaling"] = {"rope_type": "longrope", "long_factor": long.tolist(), "short_factor": short.tolist()}
         if attention_factor is not None:

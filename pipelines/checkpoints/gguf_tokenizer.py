@@ -150,7 +150,7 @@ class _Metadata(Metadata):
         value = self.get(key)
         if not isinstance(value, list) or not value:
             problem = "missing" if value is None else "empty" if isinstance(value, list) else "not a list of strings"
-            raise self.error(f"{_PREFIX}{key} is {problem}; fetch the file again")
+            raise self.error(f"{_PREFIX}{key} is {problem}; download the file again")
         return value
 
     def numbers(self, key: str) -> np.ndarray | None:
@@ -159,7 +159,7 @@ class _Metadata(Metadata):
             return None
         if not isinstance(value, np.ndarray) or len(value) != len(self.tokens):
             raise self.error(
-                f"{_PREFIX}{key} is not a list of {len(self.tokens)} numbers, one for each token; convert it again"
+                f"{_PREFIX}{key} is not a list of {len(self.tokens)} numbers, one for each token; convert the model again"
             )
         return value
 
@@ -228,7 +228,7 @@ def _merges_of_file(metadata: _Metadata, vocabulary: dict[str, int]) -> Iterator
     for merge in metadata.strings("merges"):
         left, _, right = merge.partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise metadata.error(f"the merge {shorten(merge)} has a part or a result that is not a token; convert it again")
+            raise metadata.error(f"the merge {shorten(merge)} has a part or result that is no token; convert the model again")
         yield [left, right]
 
 
@@ -273,7 +273,7 @@ def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: di
     other models, a higher score. tokens: text of each token. vocabulary: token ids by text.
     """
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
-        raise metadata.error(f"the {len(tokens):,} tokens are too long for a SentencePiece vocabulary; fetch the file again")
+        raise metadata.error(f"the {len(tokens):,} tokens are too long for a SentencePiece vocabulary; download the file again")
     ranks: Iterable[float] = range(len(tokens))
     if metadata.file.metadata.get("general.architecture") not in _RANKED_BY_ID:
         scores = metadata.numbers("scores")

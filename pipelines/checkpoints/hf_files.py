@@ -31,7 +31,7 @@ def text_of(path: Path) -> str | None:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}; check the file and its permissions") from None
     except UnicodeDecodeError:
-        raise CheckpointError(f"{path} is not UTF-8 text; fetch it again") from None
+        raise CheckpointError(f"{path} is not UTF-8 text; download the file again") from None
 
 
 def json_value(path: Path) -> Any:
@@ -40,19 +40,19 @@ def json_value(path: Path) -> Any:
     if text is None:
         return None
     if has_too_many_values(text):
-        raise CheckpointError(f"{path} has too many JSON values; fetch it again")
+        raise CheckpointError(f"{path} has too many JSON values; download the file again")
     try:
         content = json.loads(text)  # a number of over 4,300 digits is a ValueError
         # json.dumps cannot write a string with half of a surrogate pair.
         if _HALF_OF_A_PAIR.search(text):
             json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{path} is not valid JSON; fetch it again") from None
+        raise CheckpointError(f"{path} is not valid JSON; download the file again") from None
     # Deep nesting would overflow the stack of code that walks a config recursively; no code walks large files.
     if len(text) < _LARGE and _is_deep(content):
-        raise CheckpointError(f"{path} nests values deeper than {_MAX_DEPTH}; fetch it again")
+        raise CheckpointError(f"{path} nests values deeper than {_MAX_DEPTH}; download the file again")
     if content is None:
-        raise CheckpointError(f"{path} contains only null; fetch it again")
+        raise CheckpointError(f"{path} contains only null; download the file again")
     return content
 
 
@@ -68,7 +68,7 @@ def json_object(path: Path) -> dict | None:
     """Return the object in a JSON file; None if the file doesn't exist."""
     content = json_value(path)
     if content is not None and not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object; fetch it again")
+        raise CheckpointError(f"{path} is not a JSON object; download the file again")
     return content
 
 
@@ -87,12 +87,14 @@ def read_safetensors(path: Path, allow_parts: bool = False) -> dict[str, Tensor]
     # safe_open rejects a longer header.
     head = bytes(view[_HEADER_LENGTH_BYTES : _HEADER_LENGTH_BYTES + size]) if size <= MAX_BYTES else b""
     if has_too_many_values(head, _MAX_VALUES):
-        raise CheckpointError(f"{path}: its header has more than {_MAX_VALUES} values, so it is damaged; fetch it again")
+        raise CheckpointError(f"{path}: its header has more than {_MAX_VALUES} values; download the file again")
     try:
         with safe_open(path, framework="numpy"):
             pass  # opening checks the header, that shapes fit their bytes, and that bytes neither overlap nor end early
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a valid safetensors file ({shorten_text(str(error))}); fetch it again") from None
+        raise CheckpointError(
+            f"{path} is not a valid safetensors file ({shorten_text(str(error))}); download the file again"
+        ) from None
     header = json.loads(head)
     data = np.frombuffer(view, np.uint8)[_HEADER_LENGTH_BYTES + size :]
     names = [name for name in header if name != "__metadata__" and not is_ignorable(name)]
@@ -110,7 +112,7 @@ def _tensor(path: Path, name: str, entry: dict, data: np.ndarray, allow_parts: b
         raise unsupported_type(path, name, dtype)
     if not shape or 0 in shape:
         raise CheckpointError(
-            f"{path}: {shorten_text(name)} has no elements: its shape is {shorten(list(shape))}; fetch it again"
+            f"{path}: {shorten_text(name)} has no elements: its shape is {shorten(list(shape))}; download the file again"
         )
     rows = data[start:end].reshape(*shape[:-1], -1)
     return Tensor(name, shape, codec, name, lambda: rows)

@@ -30,7 +30,7 @@ class Stored:
     config: Mapping
     parts: Mapping[str, Tensor]
 
-    def error(self, problem: str, remedy: str = "fetch the checkpoint again") -> CheckpointError:
+    def error(self, problem: str, remedy: str = "download the model again") -> CheckpointError:
         return CheckpointError(f"{self.path}: {shorten_text(self.name)} {problem}; {remedy}")
 
     def __getitem__(self, part: str) -> Tensor:

@@ -74,7 +74,7 @@ def _prompt(line: str, where: str) -> Prompt:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise PipelineError(f"{where} starts with {{ but is not JSON ({error}); correct it") from None
+        raise PipelineError(f"{where} starts with {{ but is not JSON ({error}); correct the line") from None
     text, tokens = value.get("prompt", ""), value.get("tokens", [])
     if unknown := sorted(set(value) - {"name", "prompt", "tokens", "raw"}):
         raise PipelineError(f"{where} has the unknown key {unknown[0]!r}; use name, prompt, tokens or raw")

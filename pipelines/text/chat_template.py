@@ -174,7 +174,7 @@ def _compiled(template: str) -> Any:
         return _environment().from_string(template)
     except Exception as error:
         line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
-        raise PipelineError(f"the chat template is not valid Jinja ({line}{_short(error)}); correct it") from None
+        raise PipelineError(f"the chat template is not valid Jinja ({line}{_short(error)}); correct the template") from None
 
 
 @cache

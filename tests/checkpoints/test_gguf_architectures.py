@@ -178,9 +178,9 @@ def test_absorbed_projections_keep_a_float_type_and_are_f32_otherwise(tmp_path):
         ("attention.key_length_mla", 8, "a head has 20 value features, and 8 key features of which 8 rotate"),
         ("attention.value_length_mla", 0, "a head has 0 value features, and 20 key features"),
         ("expert_gating_func", 3, r"expert_gating_func is 3, not 1 \(softmax\) or 2 \(sigmoid\)"),
-        ("attn_k_b", np.ones((4, 32), np.float32), "do not fit each other; fetch the file again"),
-        ("attn_v_b", np.ones(32, np.float32), "do not fit each other; fetch the file again"),
-        ("attn_k_b", None, "has blk.0.attn_v_b.weight without blk.0.attn_k_b.weight; fetch"),
+        ("attn_k_b", np.ones((4, 32), np.float32), "do not fit each other; download the file again"),
+        ("attn_v_b", np.ones(32, np.float32), "do not fit each other; download the file again"),
+        ("attn_k_b", None, "has blk.0.attn_v_b.weight without blk.0.attn_k_b.weight; download"),
     ],
 )
 def test_invalid_latent_attention_is_rejected(key, value, message, tmp_path):

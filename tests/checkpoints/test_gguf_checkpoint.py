@@ -121,7 +121,7 @@ def test_a_model_in_parts_is_opened_by_its_first(tmp_path):
         open_checkpoint(one.path)
     assert checkpoint_sha256(one.path) != before
     (tmp_path / names[2]).unlink()
-    with pytest.raises(CheckpointError, match=f"{names[2]}: no such file; fetch all 3 parts"):
+    with pytest.raises(CheckpointError, match=f"{names[2]}: no such file; download all 3 parts"):
         open_checkpoint(one.path)
     (tmp_path / names[2]).write_bytes(third)
     assert checkpoint_sha256(one.path) == before

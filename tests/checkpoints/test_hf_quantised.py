@@ -221,7 +221,7 @@ REJECTED = {
         {},
         "unsupported format: 'marlin-24'; supported are .*pack-quantized",
     ),
-    "a missing part": ({}, {"scales": lambda part: None}, "up_proj.weight has no scales; fetch"),
+    "a missing part": ({}, {"scales": lambda part: None}, "up_proj.weight has no scales; download"),
     "3 bits": ({}, {"qzeros": lambda part: np.zeros((1, 24), np.int32)}, "has 3 bits; supported are 4 and 8 bits of gptq"),
     "a part of another shape": (
         {},
@@ -248,7 +248,7 @@ def test_a_shape_of_bytes_is_rejected(tmp_path):
     directory, _ = made(tmp_path, "compressed-tensors int4 channel")
     path = changed(directory, tmp_path / "other", weight_shape=lambda shape: shape.astype(np.uint8))
     with pytest.raises(
-        CheckpointError, match=r"up_proj.weight has weight_packed \[256, 16\], which does not fit its weight_shape \[\]; fetch"
+        CheckpointError, match=r"up_proj.weight has weight_packed \[256, 16\], which does not fit its weight_shape \[\]; down"
     ):
         open_checkpoint(path)
 
