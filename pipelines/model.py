@@ -274,7 +274,6 @@ class Model:
         return self._embedder.rerank(query, documents)
 
     def _encoded(self, texts, prompt_name, prompt, dimensions, pooling, normalise) -> np.ndarray:
-        """Return the embeddings of an embedding model."""
         embedder = self._embedder
         if embedder is None:
             raise PipelineError("this model is closed; load it again")

@@ -290,7 +290,6 @@ def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
 
 
 def dump(manifest: Manifest) -> bytes:
-    """Return the bytes of `manifest.json`."""
     return (json.dumps(to_json(manifest), indent=2, ensure_ascii=False) + "\n").encode()
 
 

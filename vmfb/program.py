@@ -57,8 +57,6 @@ class SessionError(Exception):
 
 
 class NanLogitsError(SessionError):
-    """Raised if logits are NaN."""
-
     def __init__(self) -> None:
         super().__init__("the model's logits are NaN; its weights are damaged, or compile it with --cache f32")
 

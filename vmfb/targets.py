@@ -145,7 +145,6 @@ def resolve(name: str) -> Target:
 
 
 def is_gpu(name: str) -> bool:
-    """Return whether the target called `name` is a GPU."""
     return name.partition(":")[0] in _GPUS
 
 

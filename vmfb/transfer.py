@@ -164,7 +164,6 @@ class Transfer:
         return self._call("part", view, offset, length).get_as_object(0, rt.HalBuffer)
 
     def fill(self, view: rt.HalBufferView, offset: int, length: int) -> None:
-        """Fill a part of a buffer with zeros."""
         self._call("fill", view, offset, length)
 
     def copy(

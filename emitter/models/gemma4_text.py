@@ -70,7 +70,6 @@ class Config(SlidingConfig):
     final_logit_softcapping: float | None
 
     def heads_of(self, layer: int) -> tuple[int, int]:
-        """Return (number of kv heads, head_dim) of a layer."""
         return (self.sliding_kv_heads, self.sliding_head_dim) if self.windows[layer] else (self.kv_heads, self.head_dim)
 
     def source(self, layer: int) -> int:

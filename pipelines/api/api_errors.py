@@ -83,7 +83,6 @@ def is_anthropic(path: str) -> bool:
 
 
 def is_ollama(path: str) -> bool:
-    """Return whether `path` belongs to Ollama's API."""
     return path.startswith("/api/")
 
 

@@ -46,7 +46,6 @@ Content = Annotated[Parts, BeforeValidator(parts_of, json_schema_input_type=str 
 
 
 def text_of(content: Iterable[TextPart | RefusalPart] | None) -> str:
-    """Return one string with the texts of all parts."""
     return "".join(part.text for part in content or ())
 
 

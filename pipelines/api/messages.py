@@ -171,7 +171,6 @@ async def start_message(api: ModelApi, body: MessagesRequest) -> Any:
 
 
 async def count_message_tokens(api: ModelApi, body: CountTokensRequest) -> int:
-    """Return the number of tokens in the prompt of a request."""
     with fields_renamed(FIELDS):
         chat = await run_in_thread(chat_request, body, api.variables)
         return await api.count(chat, continue_last=body.continues_last_message)

@@ -265,7 +265,6 @@ def default_sampling(manifest: Manifest, limits: Limits) -> Sampling:
 
 
 def unknown_model(name: str | None, known: Iterable[str]) -> ApiError:
-    """Return an ApiError 404 for the unknown model `name`; `known`: names of the served models."""
     message = f"the model {name!r:.80} does not exist; this server has {', '.join(map(repr, known))}"
     return ApiError(404, message, "model", "model_not_found")
 

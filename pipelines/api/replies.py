@@ -94,7 +94,7 @@ class ChoicesReply(Reply):
 
     @abstractmethod
     def choice(self, index: int, delta: Delta, end: Finished) -> dict:
-        """Return the complete choice number `index`."""
+        ...
 
     @abstractmethod
     def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
@@ -128,7 +128,6 @@ class ChoicesReply(Reply):
         return {"prompt_token_ids": self.requests[index].prompt.tolist()} if self.has_token_ids else {}
 
     def complete(self, choices: list[dict], usage: dict) -> dict:
-        """Return the complete answer with all choices."""
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage}
 
     def chunk(self, *choices: dict, usage: dict | None = None) -> dict:

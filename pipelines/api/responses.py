@@ -129,7 +129,6 @@ async def start_response(api: ModelApi, body: ResponsesRequest, store: ResponseS
 
 
 async def count_response_tokens(api: ModelApi, body: InputTokensRequest, store: ResponseStore, owner: bytes) -> int:
-    """Return the number of tokens in the prompt of a request."""
     with fields_renamed(FIELDS):
         chat, _ = await _chat(body, store, owner)
         return await api.count(chat)

@@ -119,6 +119,5 @@ def _tensor(path: Path, name: str, entry: dict, data: np.ndarray, allow_parts: b
 
 
 def unsupported_type(path: Path, name: str, dtype: str) -> CheckpointError:
-    """Return the error for a tensor of an unsupported type."""
     unsupported = f"{shorten_text(name)} has the unsupported type {shorten_text(dtype)}"
     return CheckpointError(f"{path}: {unsupported}; supported are {', '.join(CODEC_OF_DTYPE)}")

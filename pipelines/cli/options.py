@@ -206,7 +206,6 @@ def check_threads(args: argparse.Namespace) -> None:
 
 
 def add_compile_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the compiler."""
     add_options(parser, "--weights", "--requantise", "--context", "--cache", "--numerics")
     group = parser.add_argument_group("what is compiled")
     add_options(group, "--max-context", "--adapter", "--calibrate", "--batch", "--speculate", "--embed", "--ignore-key")
@@ -343,7 +342,6 @@ def prefix_store(args: argparse.Namespace, manifest: "Manifest", is_automatic: b
 
 
 def read_schema(path: str | None) -> Any:
-    """Return the JSON schema in a file; None if `path` is None."""
     if path is None:
         return None
     try:

@@ -211,7 +211,6 @@ def read_stdin() -> bytes:
 
 
 def rate(tokens: int, seconds: float) -> float | None:
-    """Return tokens per second; None for 0 tokens or 0 seconds."""
     return tokens / seconds if tokens and seconds else None
 
 

@@ -49,7 +49,6 @@ MIN_SHARE = 1e-3
 
 
 def text_sha256(text: str | Path) -> str:
-    """Return the SHA-256 (hex) of a text file."""
     return hashlib.sha256(Path(text).read_bytes()).hexdigest()
 
 

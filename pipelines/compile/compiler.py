@@ -214,7 +214,6 @@ def module_texts(module: Module) -> dict[str, str]:
 
 
 def existing(out: Path) -> Bundle | None:
-    """Return the valid bundle at `out`, or None."""
     try:
         return open_bundle(out, run=False)
     except BundleError:

@@ -62,7 +62,6 @@ class _Store:
 
 
 def store_path() -> Path:
-    """Return the path of `tuned.json`."""
     return cache.cache_path("tuned")
 
 
@@ -96,7 +95,6 @@ def add_findings(findings: Iterable[Finding]) -> bool:
 
 
 def findings_of(key: Key) -> dict[str, Finding]:
-    """Return the stored findings for `key`, by matmul name."""
     return {finding.product: finding for finding in read_findings() if finding.key == key}
 
 

@@ -28,7 +28,6 @@ class Paused:
 
     @classmethod
     def of(cls, session: Session, prefilling: bool) -> Paused:
-        """Return a copy of the states of `session`."""
         position = session.position
         return cls([rows.copy() for rows in session.rows(position)], position, session.chunked_tokens, prefilling)
 

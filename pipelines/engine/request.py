@@ -52,7 +52,7 @@ class RepetitionDetector:
 
 
 class Event:
-    """Base class of the events of a request."""
+    ...
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,6 @@ class Token:
 
 @dataclass(frozen=True)
 class Tokens(Event):
-    """The event of newly generated tokens."""
-
     tokens: tuple[Token, ...] = ()
 
 
@@ -93,8 +91,6 @@ class Finished(Event):
 
 @dataclass(frozen=True)
 class Failed(Event):
-    """The last event of a request that failed."""
-
     error: PipelineError
 
 
@@ -107,7 +103,6 @@ class Output(Protocol):
         ...
 
     def add(self, token: Token) -> list[Event]:
-        """Return the events for a new token."""
         ...
 
     def finish(self, end: Finished, last: Token | None) -> list[Event]:

@@ -329,7 +329,6 @@ class Score(NamedTuple):
 
 
 def log_probabilities(logits: np.ndarray, token: int, count: int) -> Score:
-    """Return the log-probabilities of `token` and of the `count` most probable tokens."""
     top = logits.max()
     total = float(top) + float(np.log(np.exp(logits - top).sum(dtype=np.float64)))
     count = min(count, len(logits))

@@ -102,7 +102,6 @@ def ratios(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, float]
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return the result of `bench` as a table for the terminal."""
     settings, machine = result["settings"], result["machine"]
     lines = [
         f"{settings['model']}, {counted(settings['threads'], 'thread')}, decode {settings['gen']} from position "

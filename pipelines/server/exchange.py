@@ -237,6 +237,5 @@ async def while_connected(receive: Receive, work: Coroutine) -> Any:
 
 
 def error_response(error: ApiError, path: str, headers: Mapping[str, str] | None = None) -> Response:
-    """Return the response for an error, in the format of the API that `path` belongs to."""
     status, body = error.response(path)
     return JSONResponse(body, status, {**error.headers, **(headers or {})})

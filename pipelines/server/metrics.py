@@ -60,8 +60,6 @@ disable_created_metrics()
 
 
 class Metrics:
-    """The metrics of a server and all its models."""
-
     def __init__(self) -> None:
         registry, model = CollectorRegistry(), ["model_name"]
         self.registry = registry

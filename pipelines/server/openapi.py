@@ -109,7 +109,6 @@ def content(*media: str) -> dict[str, Any]:
 
 
 def description(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document of an application."""
     found = get_openapi(title="castiron", version=castiron.__version__, description=DESCRIPTION, routes=app.routes)
     records: list[Any] = [(error, "validation") for error in (OpenAIError, AnthropicError, OllamaError)]
     found["components"]["schemas"] |= models_json_schema(records, ref_template=SCHEMA)[1]["$defs"]

@@ -256,6 +256,5 @@ class ModelPool:
 
 
 def check_tokenizer(bundle: Bundle) -> None:
-    """Raise PipelineError for a bundle without a tokenizer."""
     if bundle.tokenizer is None:
         raise PipelineError(f"{bundle.path} has no tokenizer and cannot serve text; compile a checkpoint that has one")

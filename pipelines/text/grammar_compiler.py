@@ -373,7 +373,6 @@ class ToolGrammar:
 
 
 def quoted(text: str) -> str:
-    """Return a text as a Lark string literal."""
     return json.dumps(text, ensure_ascii=False)
 
 

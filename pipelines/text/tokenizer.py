@@ -202,7 +202,6 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """The function that returns the bytes of a token."""
         return TokenBytes(self.backend)
 
     @cached_property

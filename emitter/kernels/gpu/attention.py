@@ -329,7 +329,6 @@ class _Writer:
         return [*tops, *turn.results]
 
     def _of_query(self, i: Index, values: Sequence[Index]) -> Ssa:
-        """Return values[i] for a run-time index i."""
         b, found = self.b, values[0]
         for j, other in enumerate(values[1:], 1):
             found = b.select(b.equal(i, j), other, found)

@@ -114,7 +114,6 @@ class GpuBody(Body):
             self._before -= workgroups
 
     def at(self, i: Index) -> Ssa:
-        """Return an index as an SSA value."""
         return Ssa(self.index(i), INDEX)
 
     def thread(self) -> Ssa:

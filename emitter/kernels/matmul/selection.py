@@ -72,7 +72,6 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool, is_draft: bool = False)
 
 
 def default_tiles(matmul: Matmul, isa: Isa, threads: int = 2) -> Tiles:
-    """Return the default tiles of a matmul's kernel for `threads` threads."""
     _, kind, _ = _choice(matmul)
     return kind.default(matmul, isa, threads)
 

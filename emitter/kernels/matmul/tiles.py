@@ -40,11 +40,11 @@ class Tiles(ABC):
     @classmethod
     @abstractmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        """Return the default tiles for `threads` threads."""
+        ...
 
     @abstractmethod
     def fit(self, matmul: Matmul) -> bool:
-        """Return whether these tiles are valid for a kernel of this matmul."""
+        ...
 
 
 @dataclass(frozen=True)

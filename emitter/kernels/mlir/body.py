@@ -51,7 +51,6 @@ class Ssa(str):
 
     @property
     def width(self) -> int:
-        """Return the number of elements of a vector."""
         return self.type.shape[0]
 
 
@@ -313,12 +312,10 @@ class Body:
         return self.let(f"memref.atomic_rmw addi {value}, {self._at(buffer, indices)} : {types}", value.type)
 
     def address(self, buffer: Ssa) -> Ssa:
-        """Return the address of a memref as i64."""
         base = self.let(f"memref.extract_aligned_pointer_as_index {buffer} : {buffer.type} -> index", INDEX)
         return self.convert("index_cast", base, "i64")
 
     def moved(self, address: Ssa, offset: Index) -> Ssa:
-        """Return `address` + `offset` bytes."""
         return self.binary("addi", address, self.convert("index_cast", self.index(offset), "i64"))
 
     def pointer(self, address: Ssa, offset: Index) -> Ssa:
