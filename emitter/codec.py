@@ -79,7 +79,6 @@ class Codec:
 
     @property
     def has_integers(self) -> bool:
-        """Return whether codes are integers, and not floats."""
         return not self.e4m3 and all(value == int(value) for value in self.table)
 
     @property

@@ -36,7 +36,6 @@ class Operation:
     text: Callable[[Op, list[str]], str]
 
     def check(self, op: Op) -> str | None:
-        """Return what is wrong with `op`, or None if it is valid."""
         if self.operands is not None and len(op.operands) != self.operands:
             return f"has {len(op.operands)} operands, needs {self.operands}"
         if self.results is not None and len(op.results) != self.results:

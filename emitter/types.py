@@ -30,12 +30,12 @@ def is_positive(value: object) -> bool:
 class DType:
     """An element type: StableHLO name, number of bits, and NumPy dtype.
 
-    The NumPy dtype of bf16 is uint16, for the bits of a number.
+    kind: "float", "int" or "bool". numpy: for bf16 it is uint16, for the bits of a number.
     """
 
     name: str
     bits: int
-    kind: str  # "float", "int" or "bool"
+    kind: str
     numpy: np.dtype
 
     def __repr__(self) -> str:

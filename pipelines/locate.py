@@ -62,7 +62,6 @@ class HubName(NamedTuple):
 
 
 def cache_folder() -> Path:
-    """Return huggingface_hub's cache folder."""
     try:
         if own := os.environ.get("HF_HUB_CACHE"):
             return Path(own).expanduser().absolute()

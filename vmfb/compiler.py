@@ -60,7 +60,6 @@ def compiler_version() -> str:
 
 
 def compiler_path() -> Path:
-    """Return the path of the executable iree-compile."""
     # Not the path of its Python wrapper: an interrupt would end the wrapper, but not the compiler.
     version = compiler_version()
     spec = importlib.util.find_spec("iree.compiler")

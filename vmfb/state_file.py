@@ -30,7 +30,7 @@ _HASHED = len(FORMAT) + _DIGEST + 1
 
 
 class StateError(Exception):
-    """Raised for a state file that cannot be used."""
+    """Raised for a state file that is damaged, or belongs to another bundle."""
 
 
 @dataclass(frozen=True, eq=False)

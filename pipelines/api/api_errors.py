@@ -78,7 +78,6 @@ class ApiError(Exception):
 
 
 def is_anthropic(path: str) -> bool:
-    """Return whether the URL path `path` belongs to Anthropic's API."""
     return path.startswith("/v1/messages")
 
 

@@ -80,7 +80,6 @@ class GenerationApi(ModelApi):
         )  # fmt: skip
 
     async def count(self, body: ChatRequest, *, continue_last: bool = False) -> int:
-        """Return the number of tokens in the prompt of a chat completion."""
         called = callable_tools(body, self.tokenizer.tool_format)
         return len(await self._prompt(body, called, continue_last))
 

@@ -383,5 +383,4 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def architecture_names() -> list[str]:
-    """Return the supported values of `general.architecture`."""
     return [name for name in ARCHITECTURES if name not in (MIXTRAL, OLMO3, DEEPSEEK2)]

@@ -107,7 +107,6 @@ def quantization_config(config: dict) -> dict | None:
 
 
 def tensors_of(path: Path, is_quantised: bool) -> dict[str, Tensor]:
-    """Return the tensors of all shards by name."""
     tensors: dict[str, Tensor] = {}
     for shard, expected in shards_of(path).items():
         if not (path / shard).is_file():

@@ -36,7 +36,6 @@ class Constraint(Protocol):
         ...
 
     def allows(self, token: int) -> bool:
-        """Return whether `token` may come next."""
         ...
 
     def masked(self, logits: np.ndarray) -> np.ndarray:

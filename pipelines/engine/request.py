@@ -33,7 +33,7 @@ def free_positions(context: int, prompt_tokens: int) -> int:
 
 
 class RepetitionDetector:
-    """A detector of repetition loops at the end of a text."""
+    """A detector of repetition loops: text that ends in many copies of one sequence of tokens."""
 
     def __init__(self) -> None:
         # At index p - 1, for period p: the token p positions before the next one, and how many

@@ -160,7 +160,6 @@ def text_of(bundle: Bundle) -> Path | None:
 
 
 def adapter_of(bundle: Bundle) -> Path | None:
-    """Return the path of the LoRA adapter that is merged into the bundle, or None."""
     from castiron.pipelines.checkpoints.adapter import adapter_sha256
 
     return _unchanged(bundle, "adapter", "adapter", lambda path: adapter_sha256(path) if path.is_dir() else None)

@@ -89,7 +89,6 @@ class Metrics:
             self.rejected.labels(code).inc()
 
     def text(self) -> str:
-        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry).decode()
 
 

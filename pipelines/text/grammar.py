@@ -50,7 +50,6 @@ class GrammarConstraint:
         self._look_ahead()
 
     def copy(self) -> GrammarConstraint:
-        """Return an independent constraint in the same state."""
         other = copy(self)
         other._matcher, other.forced = self._matcher.deep_copy(), self.forced.copy()
         return other

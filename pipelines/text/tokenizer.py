@@ -215,7 +215,6 @@ class Tokenizer:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """The compiler of grammars over the vocabulary."""
         from castiron.pipelines.text.grammar import Grammars
 
         return Grammars(self.backend, self.vocabulary, self.eos)

@@ -2,17 +2,16 @@
 
     each workgroup: one query head of up to `queries` consecutive tokens of a sequence
       q [queries, head_dim] = scale * prepared q                                              shared
-      decoding: k, v [head_dim] = prepared k, v of the token; one workgroup of each kv head
-        appends them to the caches; the online softmax starts with them
-      for block of `KEYS` positions, from the first to the last that a query attends to:
-        scores [queries, KEYS] = q . k_cache[position], four threads for each position        shared
-        maxima [queries] = max(maxima, scores); scale values and sums of weights down      registers
-        weights [queries, KEYS] = exp(scores - maxima)                                        shared
-        each thread, for a few d: values [queries, d] += weights . v_cache[positions, d]   registers
+      decoding: append the prepared k and v of the token to the caches, and start the softmax with them
+      for block of `KEYS` positions that a query attends to:
+        scores [queries, KEYS] = q . k_cache[positions], four threads for each position       shared
+        raise maxima to the new scores; scale values and sums of weights down              registers
+        weights = exp(scores - maxima)                                                        shared
+        values += weights . v_cache[positions]; a thread has a few elements of head_dim    registers
       out[token, head] = values / sums of weights                                             memory
 
-`prepared`: norm and rotation (`gpu.heads`). The run time depends on the position and not on the
-size of the cache. No workgroup reads the cache row that is written in the same dispatch.
+`prepared`: norm and rotation (`gpu.heads`). The run time depends on the position, not on the size
+of the cache. No workgroup reads a cache row that the same dispatch writes.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ QUERIES = THREADS // KEYS  # max tokens of a chunk that share the reads of keys 
 def _reference(
     caches: Caches, layout: HeadLayout, scores: Scores, tokens: DecodeTokens, layer: int, given: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the results of the kernel `attention`, computed in NumPy."""
     qkv = np.concatenate([x for name, x in given.items() if name.startswith("rows")], 1)
     out = np.zeros((tokens.count, layout.keys), np.float32)
     k_cache, v_cache = given["k_cache"].copy(), given["v_cache"].copy()

@@ -45,7 +45,6 @@ class GpuKernel(Kernel):
 
     @property
     def shared_bytes(self) -> int:
-        """Return the number of bytes of shared memory that a workgroup uses."""
         return self._written[1]
 
     @cached_property

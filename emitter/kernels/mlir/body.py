@@ -192,7 +192,6 @@ class Body:
     equal = partialmethod(_compare, "eq")
 
     def negate(self, a: Ssa) -> Ssa:
-        """Return the logical negation of an i1."""
         return self.binary("xori", a, self.constant("true", I1))
 
     def to_i32(self, i: Index) -> Ssa:

@@ -1,20 +1,15 @@
 """Compute the gated delta rule (arXiv:2412.06464) token by token, and the gated norm after it.
 
-Columns of the state are independent, so the kernel updates a few of them for all tokens while they
-are in the L1 cache. For each token, an element of the state takes four operations, fewer than the
-matmuls of the chunked form.
+    each workgroup: one head of one sequence, with the state S [k_dim, v_dim]
+      for a few columns of S at a time, for token t:
+        new [columns] = beta * (v - decay * (k S))         q and k are divided by their L2 norms
+        S = decay * S + outer(k, new)                      in place, or for several tokens in a stack copy
+        out[t, columns] = q S / sqrt(k_dim)                                                      memory
+      out = out / rms(out) * weight * silu(z)              if there is a norm
+      out = 0 in rows of padding
 
-    each workgroup: one head of one sequence, S [k_dim, v_dim] = state[layer, head]
-      for t < length: k_scale[t] = 1 / |k|, q_scale[t] = 1 / (|q| sqrt(k_dim)), decay[t], beta[t]        stack
-      for a few columns of S at a time:
-        C [k_dim, columns] = these columns of S                copied to the stack if there are several tokens
-        for t < length, with k, q, v and the scales of token t:
-          recalled [columns] = sum over rows of k[row] * C[row]                                      registers
-          new [columns] = beta * k_scale * (v - decay * k_scale * recalled)                          registers
-          C[row] = decay * C[row] + k[row] * new, for each row                                 stack or memory
-          out[t, columns] = q_scale * sum over rows of q[row] * C[row]                                  memory
-      for t < length, if there is a norm: out[t] = out[t] / rms(out[t]) * weight * silu(z[t])           memory
-      for t >= length: out[t] = 0                                                                       memory
+Columns of S are independent, so a few of them stay in the L1 cache for all tokens. An element of S
+takes four operations per token, fewer than in the matmuls of the chunked form.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,16 +1,14 @@
 """Compute the scan of Mamba 2 (arXiv:2405.21060) token by token.
 
-Rows of the state are independent, so the kernel updates a few of them for all tokens while they are
-in the L1 cache. For each token, an element of the state takes three operations, fewer than the
-matmuls of the chunked form.
+    each workgroup: one head of one sequence, with the state S [head_dim, n]
+      for a few rows p of S at a time, for token t:
+        step = softplus(dt[t] + bias); decay = exp(rate * step)           computed once per head
+        S[p] = decay * S[p] + step * x[t, p] * B[t]                       B [T, n]; in place
+        y[t, p] = sum(S[p] * C[t]) + skip * x[t, p]                       C [T, n]; memory
+      y = 0 in rows of padding
 
-    each workgroup: one head of one sequence, S [head_dim, n] = state[layer, head]
-      for t < length: step[t] = softplus(dt[t] + bias), decay[t] = exp(rate * step[t])              stack
-      for a few rows p of S at a time:
-        for t < length:
-          S[p] = decay[t] * S[p] + (step[t] * x[t, p]) * B[t]                  B [T, n]; memory, in place
-          y[t, p] = sum(S[p] * C[t]) + skip * x[t, p]                                    C [T, n]; memory
-      for t >= length: y[t] = 0
+Rows of S are independent, so a few of them stay in the L1 cache for all tokens. An element of S
+takes three operations per token, fewer than in the matmuls of the chunked form.
 """
 
 from collections.abc import Mapping, Sequence
