@@ -70,10 +70,10 @@ def _rate(step: Step, heads: int) -> Value:
 
 
 def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: str, like: Value) -> Value:
-    """Append an operation that updates a layer's part of the recurrent state `name`; return y.
+    """Append an operation that updates a layer's part of the recurrent state `name`.
 
-    The operation's results are y, of the type of `like`, and the new state, which replaces the old
-    one in `step.states`.
+    Return the operation's first result, whose type is that of `like`. The second is the new state,
+    which replaces the old one in `step.states`.
     """
     state = step.states[name]
     numbers = (step.start,) + ((step.length,) if step.length is not None else ())

@@ -137,7 +137,7 @@ class Batch:
         return {slot: found[slot - first] for slot in taken}
 
     def _save_logits(self, call: Call, stepped: Collection[int]) -> None:
-        """Copy the logits of `call` for later use, because its next run overwrites them.
+        """Copy the logits of `call`, because its next run overwrites them.
 
         stepped: slots that get a token in the next run; their old logits are not copied.
         """

@@ -42,9 +42,9 @@ class Positional:
         """Remove the tokens from `position` to `now` - 1; requires `can_return(now, position)`."""
 
     def load(self, rows: np.ndarray, position: int, furthest: int) -> None:
-        """Set the state to `rows`, the rows of another sequence at `position`.
+        """Set the state to `rows`, the data of another sequence that is at `position`.
 
-        furthest: the new value of `self.furthest`, from the state of that sequence.
+        furthest: the attribute `furthest` of that sequence's state.
         """
         self.array[:, :position] = rows[:, :position]
 

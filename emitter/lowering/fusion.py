@@ -1,39 +1,38 @@
-"""Fuse layer operations of a function so that each operation is one kernel.
+"""Fuse layer operations of a function, so that one kernel computes several of them.
 
 Operations that match no pattern stay as they are, so fusion works for every model family.
 
 Patterns, for T tokens:
-- heads: optional norms of q and k (over a head or over the row), their rotary embedding, and
-  attention. For an interleaved embedding, the rows of the q and k weights are reordered so that
-  pairs become halves; q . k stays the same.
-- siblings: linear layers with the same input and codec become one matmul of stacked weights.
-- GLU: act(linear(x)) * linear(x).
-- residual: y + linear(x).
-- norm: an RMS norm whose result only linear layers use, for few tokens (T = 1 on CPUs).
-- convolution: act(causal_conv(x)).
-- gated norm: rms_norm(gated_delta(...)) * silu(z), the norm over a head.
+- norms of q and k, rotary embedding and attention become `fused_attention`. If rotary pairs are
+  interleaved, the rows of the q and k weights are reordered, so that each pair is in two halves,
+  which does not change q . k.
+- linear layers with the same input and codec (siblings) become one matmul of stacked weights.
+- act(linear(x)) * linear(x) becomes a matmul with a GLU.
+- y + linear(x) becomes a matmul with a residual.
+- an RMS norm whose result only linear layers use becomes a part of their matmul, for few tokens (T
+  = 1 on CPUs).
+- act(causal_conv(x)) becomes causal_conv, and rms_norm(gated_delta(...)) * silu(z) gated_delta.
 - for GPUs also:
-  - residual of a norm or of experts: y + norm(x), or y + experts(x);
-  - a norm that experts use too;
-  - gate and up of a GLU, if other linear layers have the same input: all of them become one matmul;
-  - factors of the input of linear layers (see `factors`);
-  - an RMS norm of one short row, if the norm's result is only reshaped: the norm becomes
-    StableHLO.
+  - y + norm(x) and y + experts(x) become norm and experts with a residual;
+  - an RMS norm that experts use becomes a part of them;
+  - gate and up of a GLU and other linear layers with the same input become one matmul;
+  - factors of the input of linear layers move to the result (see `factors`);
+  - an RMS norm of one short row becomes StableHLO if its result is only reshaped.
 
-The result may have two new kinds of operations, with these operands and attributes:
+The new operations, with their operands and attributes:
 
     matmul(x, (norm weight), weights ..., biases ..., (residual)) -> [T, out]
       weights, biases   numbers of these operands
       eps               epsilon of the RMS norm of x, or None
       residual          whether there is a residual
       glu               activation of a GLU of two weights, or None
-    fused_attention(q, k and v rows, in one value or several, prepared ..., k_cache, v_cache, start, (length), (sinks))
-      rows              number of values with q, k and v rows
+    fused_attention(q, k and v rows, prepared ..., k_cache, v_cache, start, (length), (sinks))
+      rows              number of values that have the q, k and v rows
       layout            the `HeadLayout` of a row
       prepared          names of the operands in `HeadLayout.operands`
       the attributes of attention
 
-Other kinds of operations may get more operands, and another attribute:
+Other operations may get more operands, and an attribute:
 
     causal_conv(...)                                 activation: name of the activation of the result
     rms_norm, layer_norm and experts(..., residual)  residual: True
@@ -216,9 +215,9 @@ def _heads(graph: _Uses, op: Op) -> _Heads:
 
 
 def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
-    """Return weight operations that replace those of `linear`, with rows reordered for rope.
+    """Return weight operations like those of `linear`, with rotary pairs of rows moved to halves.
 
-    order: (heads, rotary_dim), which becomes `Weight.apart`.
+    order: (heads, rotary_dim), which rows to move.
     """
     made = []
     for value in linear.operands[1:]:

@@ -257,13 +257,12 @@ class ConfigReader:
     def read(
         self, config: type[C], positions: Any = ..., theta: float = 10000.0, partial: float | None = None, **own: Any
     ) -> C:
-        """Return an instance of the family's dataclass `config`.
+        """Return an instance of the family's dataclass `config`, read from config.json.
 
-        own: values of fields that the family computes itself. All other fields are read from
-        config.json. A field for which the dataclass has a default is read from the key with the
-        field's name. Any other field is read from the key that is usual in HF's configs.
+        own: values of fields that the family computes itself. A field with a default is read from
+            the key with the field's name, and any other field from HF's usual key.
         positions, theta, partial: HF's defaults of `max_position_embeddings` (`...`: the key is
-        required), `rope_theta` and `partial_rotary_factor`.
+            required), `rope_theta` and `partial_rotary_factor`.
         """
         hidden = own.get("hidden") or self.take("hidden_size")
         layers = own.get("layers") or self.take("num_hidden_layers")

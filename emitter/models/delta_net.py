@@ -49,9 +49,9 @@ class DeltaConfig(HybridConfig):
 
 
 def delta_fields(c: ConfigReader) -> dict[str, Any]:
-    """Return the fields of a `DeltaConfig` that `ConfigReader.read` cannot read by itself.
+    """Return the fields of a `DeltaConfig` whose config keys, or HF's defaults, are unusual.
 
-    For these fields, the config's keys or HF's defaults differ from those of most families.
+    They are passed to `ConfigReader.read`.
     """
     layers, interval = c.take("num_hidden_layers"), c.take("full_attention_interval", 4)
     types = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers)]

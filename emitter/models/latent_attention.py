@@ -52,11 +52,11 @@ class LatentConfig(DecoderConfig):
 
 
 def latent_fields(c: ConfigReader, kv_heads: int | None, positions: int, q_lora_rank: int, nope: int) -> dict[str, Any]:
-    """Return some fields of a `LatentConfig`, as keyword arguments of `ConfigReader.read`.
+    """Return the fields of a `LatentConfig` whose config keys, or HF's defaults, are unusual.
 
-    The fields are those whose keys or defaults are not the usual ones. kv_heads, positions,
-    q_lora_rank, nope: HF's defaults of `num_key_value_heads` (None: `num_attention_heads`),
-    `max_position_embeddings`, `q_lora_rank` and `qk_nope_head_dim`.
+    They are passed to `ConfigReader.read`. kv_heads, positions, q_lora_rank, nope: HF's defaults of
+    `num_key_value_heads` (None: `num_attention_heads`), `max_position_embeddings`, `q_lora_rank`
+    and `qk_nope_head_dim`.
     """
     # HF computes `qk_head_dim` from its parts, and never reads `pretraining_tp`.
     c.unused("qk_head_dim", "pretraining_tp")

@@ -135,7 +135,7 @@ GEMMA_TENSORS = {**COMMON_TENSORS, **POST_NORMS, "ffn_norm": "pre_feedforward_la
 
 
 def experts(parent: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
-    """Return {GGUF name of a stacked tensor: HF's name of an expert's matrix}.
+    """Return a table of stacked expert tensors: {GGUF name: HF name of one expert's matrix}.
 
     An HF name has `{}` for the expert's index. parent: HF's name of the experts' module.
     """

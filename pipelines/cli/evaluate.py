@@ -127,10 +127,7 @@ def percent(value: dict[str, float]) -> str:
 
 
 def arithmetic(numerics: str, cache: str) -> str:
-    """Return numerics and KV cache type as text, such as "fast, cache of f16".
-
-    A cache of f32 is not mentioned.
-    """
+    """Return numerics and KV cache type as text: "fast, cache of f16", or "exact" for f32."""
     return numerics + f", cache of {cache}" * (cache != "f32")
 
 

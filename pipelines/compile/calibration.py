@@ -129,7 +129,7 @@ def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progr
 def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
     """Add results to `function`: the sum of x² over tokens, f32 [in], for each input x of matmuls.
 
-    Returns, for each new result, the names of the weights that are multiplied by x.
+    Returns for each new result the names of the weights by which x is multiplied.
     """
     weights = {op.results[0]: op.attrs["weight"] for op in function.ops if op.kind == "weight"}
     # Gate and up projections of experts read the operation's x. The input of the down projection

@@ -62,7 +62,7 @@ def chains_of(isa: Isa) -> int:
 
 
 def probes_of(isa: Isa) -> dict[str, Kernel]:
-    """Return {limit that the kernel measures: probe kernel} for an instruction set."""
+    """Return a probe kernel for each limit of the machine, by the limit's name."""
     found = {"read_gb_s": _read(isa), "peak_gflop_s": _fma(isa), "peak_bytes_gop_s": _dot(isa)}
     if isa.pairs:
         found["peak_pairs_gflop_s"] = _pairs(isa)

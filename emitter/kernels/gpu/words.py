@@ -176,7 +176,7 @@ def layout_of(codec_name: str) -> Layout:
 
 
 def _joined(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Return unsigned codes [n, k] as u32 words, the first code in the lowest bits."""
+    """Pack unsigned codes [n, k] into u32 words, the first code in the lowest bits."""
     per_word = 32 // bits
     codes = codes.astype(np.uint32)
     if missing := -codes.shape[1] % per_word:

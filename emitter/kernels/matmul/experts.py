@@ -236,11 +236,10 @@ class Grouped(Gemm):
                     self._direct_tile(sides, full, size)
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
-        """Emit code that stores in `self.sums` the dot products of `rows` pairs with weight rows.
+        """Emit code that stores the dot products of `rows` pairs with weight rows in `self.sums`.
 
         token: index of the first pair in the current block of pairs. sides: the vectors of weight
-        rows, each as (16-row block, index of the vector in the block, column of `self.sums` for the
-        vector's first row).
+        rows, each as (16-row block, index of the vector in the block, column in `self.sums`).
         """
         b, lanes, unit = self.b, self.lanes, units(self.matmul.codec)
         x_row = self._x_rows(token, rows)

@@ -55,12 +55,12 @@ class Gemv:
     x_row: row of x. y_row: row of y for the result. base: first 16-row block of the weight to use;
     for MoE, the first block of the expert.
 
-    Arguments and results of the methods:
+    A set is the 16-row blocks that are computed together. Arguments and results of the methods:
     row_blocks: indices of the 16-row blocks to multiply.
     record: index of a record in each of these blocks.
     slot: index of the record in the prepared part of x; in `_group`, index of the codec group.
-    totals, results: a list of vectors. Vector n has the results of some rows of row_blocks[i]:
-        those in vector v of the block, where (i, v) is `self.sides[n]`.
+    totals, results: vectors of results. With (i, v) = self.sides[n], vector n has rows v * lanes ..
+        (v + 1) * lanes - 1 of row_blocks[i].
     """
 
     def __init__(
@@ -126,10 +126,10 @@ class Gemv:
                 self._sets(batch.index, end, first, min(first + chunk, self.count), parts)
 
     def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
-        """Emit code that multiplies records first .. last - 1 of sets low .. high - 1 of the share.
+        """Emit code that multiplies records first .. last - 1 of sets low .. high - 1.
 
-        After the last record of a row block, the code also stores y. parts: stack buffer for the
-        totals of the records so far, or None if all of x is prepared at once.
+        After the last record of a set, the code also stores y. parts: stack buffer for the totals
+        of the records so far, or None if all of x is prepared at once.
         """
         b, self.range = self.b, (first, last)
         self.x.fill(first * self.layout.elements, last * self.layout.elements)

@@ -70,9 +70,8 @@ class SmallBatchTiles(Tiles):
 class SmallBatch:
     """A writer of the body of a matmul kernel for a few tokens.
 
-    The argument `sides` of the methods is a list of vectors, which have the weight rows of a tile.
-    A vector is given as (16-row block, index of the vector in the block, column of `self.sums` for
-    the vector's first row).
+    The argument `sides` of the methods has the vectors of weight rows of a tile, each as (16-row
+    block, index of the vector in the block, column in `self.sums`).
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchTiles, buffers: Buffers):

@@ -243,7 +243,7 @@ class GroupCodes:
         return self._masked(self.word(word, v), mask << shift)
 
     def code(self, k: int, v: Index) -> Ssa:
-        """Return code k of the group as f32 [lanes], divided by its factor (`code_factors`).
+        """Return code k of the group as f32 [lanes], times a power of two (see `code_factors`).
 
         For a codec with a table, return the code's entry in the table.
         """
