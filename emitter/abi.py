@@ -149,7 +149,8 @@ class Signature:
 class Function:
     """An exported function, such as `prefill_32`, which has the role "prefill" and the width 32.
 
-    role: a key of `ROLES`. width: the number of tokens that a call takes, padding included.
+    role: a key of `ROLES`, such as "prefill". width: the number of tokens that a call takes,
+    padding included.
     """
 
     role: str
@@ -183,7 +184,7 @@ class Function:
 def functions(widths: Mapping[str, Iterable[int]]) -> tuple[Function, ...]:
     """Return the `Function` records of a module, in the order in which modules export them.
 
-    widths: maps a role (a key of `ROLES`) to the numbers of tokens for which the module has a
-    function with this role.
+    widths: maps a role, such as "prefill", to the numbers of tokens for which the module has a
+    function.
     """
     return tuple(Function(role, width) for role in ROLES for width in widths.get(role, ()))

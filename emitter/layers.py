@@ -111,7 +111,7 @@ def linear_parts(
 
 
 def values(step: Step, name: str, shape: tuple[int, ...]) -> Value:
-    """Return the checkpoint tensor `<module path>.<name>` in f32, as an operand for `ops`."""
+    """Return the checkpoint tensor `<module path>.<name>` in f32, for operations of `ops`."""
     weight = step.weight(name, shape)
     return build(LAYERS, "values", (weight,), (weight.type,))[0]
 

@@ -65,7 +65,7 @@ def unpack_fields(columns: np.ndarray, run: int, bits: int) -> np.ndarray:
 
 
 def splitter(bits: int, offset: int, scale: str, zeros: bool) -> Callable[[np.ndarray], Parts]:
-    """Return the function that splits blocks, as `join` writes them, into `Parts`.
+    """Return the function that unpacks blocks in the layout of `join` to `Parts`.
 
     bits: size of a stored code. offset: number that is subtracted from a stored code. scale: type
     of a block's scale, a key of SCALE_TYPES. zeros: whether a block has a zero point.

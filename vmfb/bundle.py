@@ -333,7 +333,7 @@ class BundleWriter:
     def commit(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Bundle:
         """Write the manifest, rename the staging folder to the target and return the bundle.
 
-        hashes: as for `staged`.
+        hashes: the known sha256s by file name; other files are hashed.
         """
         files = self._files(hashes or {})
         if absent := [name for name, required in FILES.items() if required and name not in files]:

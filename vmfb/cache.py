@@ -43,7 +43,7 @@ _FILES = {"tuned": "tuned.json"}
 class Usage:
     """The cached files of one kind: their number, total size and last use.
 
-    kind: a key of `KINDS`. newest: the time of the last use, in Unix time.
+    kind: such as "bundles" (a key of `KINDS`). newest: the time of the last use, in Unix time.
     """
 
     kind: str

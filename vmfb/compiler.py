@@ -73,7 +73,7 @@ def compiler_path() -> Path:
 def compile_mlir(
     text: str, target: Target, out: Path, *, extra_flags: Sequence[str] = (), cache_dir: Path | None = None
 ) -> CompileResult:
-    """Compile one MLIR text for `target` into the file `out`; see `compile_modules`."""
+    """Compile one MLIR text for `target` into the file `out`, as `compile_modules` does."""
     out = Path(out)
     return compile_modules({out.name: text}, target, out.parent, extra_flags=extra_flags, cache_dir=cache_dir)
 

@@ -37,7 +37,8 @@ class StateError(Exception):
 class StateFile:
     """The header of the state file at `path`, and its tokens.
 
-    bundle: the `identity` of the bundle. tokens: i32 `[n]`, all tokens of the saved sequence.
+    bundle: hash of the bundle (see `identity`). tokens: i32 `[n]`, all tokens of the saved
+    sequence.
     """
 
     path: Path
@@ -54,7 +55,8 @@ def identity(manifest: Manifest) -> str:
 def write_state(path: Path, bundle: str, tokens: np.ndarray, rows: Sequence[np.ndarray]) -> int:
     """Write a state file and return its size in bytes.
 
-    bundle: the bundle's `identity`. tokens: i32 `[n]`. rows: `Session.rows` after these tokens.
+    bundle: hash of the bundle (see `identity`). tokens: i32 `[n]`. rows: the data of each state
+    after these tokens.
     """
     head = json.dumps({"bundle": bundle, "tokens": len(tokens)}).encode()
     parts: list[bytes | memoryview] = [head.ljust(_HEAD - _HASHED - 1) + b"\n"]

@@ -28,8 +28,8 @@ MAX_WORKGROUPS = 64
 def embed(codec_name: str, vocab: int, hidden: int, T: int, *, isa: Isa) -> Kernel:
     """Return the kernel that copies rows of a packed embedding table, dequantised to f32.
 
-    Operands: ids i32 [T], clamped to the vocabulary; weight i8 (shape: `packed_shape`). Result: y
-    f32 [T, hidden].
+    Operands: ids i32 [T], clamped to the vocabulary; weight i8, packed for kernels (shape:
+    `packed_shape`). Result: y f32 [T, hidden].
     """
     codec = codec_of(codec_name)
     shape = packed_shape(codec_name, vocab, hidden)

@@ -285,7 +285,8 @@ def _codec(graph: _Uses, linear: Op) -> str:
 def _glu(graph: _Uses, op: Op, apart: bool) -> None:
     """Turn gate and up of a GLU into one matmul.
 
-    apart: if other linear layers have the same input, leave all of them to `_siblings`.
+    apart: whether to leave a GLU alone if other linear layers have the same input; then `_siblings`
+    turns all of them into one matmul.
     """
     for a, b in (op.operands, op.operands[::-1]):
         act, up = graph.only(a, "activation"), graph.only(b, "linear")

@@ -61,7 +61,7 @@ def read_config(config: dict) -> Any:
 
 
 def ignored_keys(config: dict) -> tuple[str, ...]:
-    """Return the keys of a config.json that are neither read nor in `IGNORABLE`."""
+    """Return the unread keys of a config.json, except those that change no result (`IGNORABLE`)."""
     return _read(config)[1]
 
 

@@ -298,7 +298,7 @@ class ConfigReader:
         return config(**own)
 
     def finish(self) -> tuple[str, ...]:
-        """Return the unread keys that are not in `IGNORABLE`.
+        """Return the unread keys, except those that change no result (`IGNORABLE`).
 
         Raise EmitError if HF's model may read one of these keys, because the key could change the
         logits.

@@ -113,7 +113,7 @@ FAILURES: dict[type[PipelineError], tuple[int, str]] = {
 
 
 def api_error(error: PipelineError) -> ApiError:
-    """Convert a PipelineError to an ApiError with the status that `FAILURES` gives, or 400."""
+    """Convert a PipelineError to an ApiError with the status of its class in `FAILURES`, or 400."""
     status, code = FAILURES.get(type(error), (400, None))
     return ApiError(status, str(error), code=code)
 

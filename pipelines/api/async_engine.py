@@ -33,8 +33,8 @@ class AsyncEngine:
     def __init__(self, engine: Engine, queue: int):
         """Prepare the thread, which `start` starts.
 
-        `queue`: max requests of one client that wait for a slot. All clients together can have
-        `QUEUES * queue` waiting requests.
+        `queue`: max requests of one client that wait for a slot. All clients together may have
+        `QUEUES` times as many.
         """
         self.engine, self.queue, self.slots = engine, queue, engine.slots
         self._stream = engine.stream()
@@ -184,7 +184,7 @@ class Job:
         }
 
     def listen(self, request: Request, event: Event) -> None:
-        """Add an engine event to `events`; this method is the listener for `AsyncEngine.submit`."""
+        """Add an engine event to `events`; `AsyncEngine` calls this method for each event."""
         self.events.put_nowait((request, event))
 
     async def answer(self) -> dict:

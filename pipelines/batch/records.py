@@ -148,10 +148,10 @@ class JsonLines:
 
 
 def _record(index: int, number: int, line: bytes, was_openai: bool) -> Record:
-    """Return the record in a line of JSON lines. If the line is invalid, the record has an `error`.
+    """Return the record in a line of JSON lines; if the line is invalid, the record has an `error`.
 
-    number: number of the line, for the error. was_openai: the record's `is_openai` if
-    the line is invalid.
+    number: number of the line, for the error. was_openai: whether an invalid line counts as a
+    record in OpenAI's format.
     """
     source = line.strip()
     invalid = lambda why: Record(index, {}, {}, source, was_openai, f"line {number} {why}")
@@ -223,7 +223,7 @@ class Format(Protocol):
 
 
 class Conversion:
-    """A converter of plain records and records in OpenAI's format to `Work`."""
+    """A converter of records, plain or in OpenAI's format, to records with engine requests."""
 
     def __init__(self, plain: Format, openai: Callable[[], Format], identity: bytes, seed: int):
         self.plain, self.openai, self.identity, self.seed = plain, cache(openai), identity, seed

@@ -48,7 +48,7 @@ Read = Callable[[str, str, np.ndarray | None], np.ndarray]
 
 
 def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
-    """Return the model's `general.architecture`, and its row of the table ARCHITECTURES."""
+    """Return the model's GGUF architecture: its name, and its row of the table ARCHITECTURES."""
     model_type = checkpoint.config["model_type"]
     # Of the architectures with `vectors`, only those of Qwen 3.5 are supported: this module cannot make the other changes.
     known = ((name, row) for name, row in reversed(ARCHITECTURES.items()) if row.tiled or not row.vectors)

@@ -38,7 +38,7 @@ Progress = Callable[[str, float], None]
 
 
 class Unreachable(CheckpointError):
-    """Raised if the hub does not answer or cannot be used; `fetch` then looks for cached files."""
+    """Raised if the hub does not answer or cannot be used; then cached files are used."""
 
 
 class HubFile(NamedTuple):

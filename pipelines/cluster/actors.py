@@ -176,7 +176,7 @@ class Engines:
                     self.starting[self.actors[slot].has_bundle.remote()] = slot
 
     def finish_start(self, call: ray.ObjectRef) -> None:
-        """Mark the actor of an ended `has_bundle` call as ready, or remove the actor if it died."""
+        """Mark the actor of an ended `has_bundle` call as ready; remove it if it died."""
         slot = self.starting.pop(call)
         try:
             has_bundle = ray.get(call)

@@ -53,7 +53,7 @@ SCOPE_KEYS = (
 
 @dataclass(frozen=True)
 class Call:
-    """An HTTP request for a replica; prefixes: the result of `prefix_hashes` for the body."""
+    """An HTTP request for a replica; prefixes: hashes of the prompt's prefixes."""
 
     scope: Mapping[str, Any]
     body: bytes

@@ -136,11 +136,10 @@ def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
 
 
 def work_of(function: Graph, context: int) -> dict[str, dict]:
-    """Return the fields of `manifest.KernelWork` for each kernel of a function, by kernel name.
+    """Return the work of each kernel of a function, as in `manifest.KernelWork`, by kernel name.
 
     FLOP and bytes of a call are [value at position 0, increase per position, value at the last
-    position of `context`]. In the paths of a kernel's modules, `*` stands for the layer's
-    number.
+    position of `context`]. In the paths of a kernel's modules, `*` stands for the layer's number.
     """
     found: dict[str, dict] = {}
     weights = {value for op in function.ops if op.kind == "parameter" for value in op.results}

@@ -91,11 +91,14 @@ class PrefixCache:
         return max(0, cached - 1) // self.score_width * self.score_width
 
     def longest(self, prompt: np.ndarray, top: int | None = None) -> int:
-        """Return how many tokens of `prompt` can be reused; `top`: as in `cached_in`."""
+        """Return how many tokens of `prompt` any slot or the store on disk has.
+
+        `top`: `prompt_logprobs` of the request, or None.
+        """
         return max(*self._cached(prompt, top), self._on_disk(prompt, top))
 
     def fetching(self, prompt: np.ndarray, top: int | None = None) -> bool:
-        """Return whether the state that `take` would load is still being read from disk."""
+        """Return whether the longest cached prefix of `prompt` is still being read from disk."""
         longer = self.store and self._on_disk(prompt, top) >= max(self._cached(prompt, top)) + self.store.width
         return bool(longer and self.store.fetching(self.sessions[0], prompt))
 

@@ -72,7 +72,7 @@ class PrefixStore:
         self._writable = True
 
     def lookup(self, session: Session, prompt: np.ndarray) -> int:
-        """Return how many tokens of `prompt`, i32 [n], the method `take` would load."""
+        """Return how many tokens of `prompt`, i32 [n], are in the longest stored prefix."""
         return self._longest(session, prompt)[0]
 
     def take(self, session: Session, prompt: np.ndarray) -> int:
@@ -93,9 +93,9 @@ class PrefixStore:
             return position
 
     def fetching(self, session: Session, prompt: np.ndarray) -> bool:
-        """Return whether the state that `take` would load is still being read from disk.
+        """Return whether the longest stored prefix of `prompt` is still being read from disk.
 
-        The first call for a state starts to read it in another thread.
+        The first call for a prefix starts to read it in another thread.
         """
         _, state = self._longest(session, prompt)
         if state is None:
@@ -122,7 +122,7 @@ class PrefixStore:
             self.save(session, prompt[:position])
 
     def will_store(self, session: Session, prompt: np.ndarray, start: int) -> bool:
-        """Return whether `offer` will store a state of `prompt` after the position `start`.
+        """Return whether a state of `prompt` after position `start` will be stored.
 
         This assumes that all chunks from `start` on will be full.
         """
@@ -138,7 +138,7 @@ class PrefixStore:
         return self._writing
 
     def finish(self) -> None:
-        """Wait until the last state that was passed to `save` is written."""
+        """Wait until the states passed to `save` are written."""
         if self._writing:
             self._writing.result()
 

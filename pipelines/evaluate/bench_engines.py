@@ -212,7 +212,7 @@ def measure(
 
 
 class Castiron:
-    """castiron as an engine of the benchmark, with the methods of engines in `reference.peers`."""
+    """castiron as an engine of the benchmark; the other engines are in `reference.peers`."""
 
     def __init__(self, model: str, threads: int, context: int):
         from castiron.vmfb.bundle import open_bundle

@@ -235,7 +235,7 @@ class TimedKernel:
 
 
 class Machine:
-    """The probe kernels of this machine, compiled for `threads` threads."""
+    """The kernels that measure this machine's limits, compiled for a number of threads."""
 
     def __init__(self, threads: int):
         from castiron.vmfb.targets import resolve

@@ -60,7 +60,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def compare_row(logits: np.ndarray, base: np.ndarray, token: int) -> tuple[float, float, float, bool]:
-    """Return the fields of `Compared` for one token, from the logits [vocab] of both models."""
+    """Compare the logits [vocab] of two models at one token; return the fields of `Compared`."""
     q, p = log_softmax(logits), log_softmax(base)
     return -float(q[token]), -float(p[token]), float(np.exp(p) @ (p - q)), bool(q.argmax() == p.argmax())
 
@@ -151,7 +151,7 @@ def tokens_of(bundle: Bundle, path: str | None = None) -> list[int]:
 
 
 def text_name(bundle: Bundle, path: str | None = None) -> str:
-    """Return the name of the text that `tokens_of` encodes, for reports."""
+    """Return the name of the text that is measured, for reports: `path` or a default."""
     return path or (DEFAULT_TEXT if bundle.tokenizer else "random tokens")
 
 

@@ -131,7 +131,7 @@ class Connection(HttpToolsProtocol):
 
 
 class _Lingering:
-    """A transport that calls `Connection.linger` if it is closed before the request is complete."""
+    """A transport that, if closed before the request is complete, lets the connection linger."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection):
         self._transport, self._connection = transport, connection

@@ -115,10 +115,11 @@ class _Probe:
         return None
 
     def _form(self, style: str, before: str, head: str, body: str, after: str, rest: str) -> ToolFormat:
-        """Compare the texts of one call and of two calls; return the tool format.
+        """Return the tool format that the texts of one call and of two calls show.
 
-        style, before, head, body, after: the result of `_split` for one call. rest: the text of two
-        calls after the first function's name; "" if the template allows only one call.
+        style, before, head, body, after: the parts of the text of one call, from `_split`. rest:
+        the text of two calls after the first function's name; "" if the template allows only one
+        call.
         """
         fields: dict[str, Any] = {}
         if style == "tags":

@@ -134,7 +134,7 @@ class Tokenizer:
     def encode_unfinished_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
         """Return the token ids of a conversation whose last message the model will continue.
 
-        As `encode_chat`, but without the tokens that end the last message.
+        The tokens that end the last message are left out.
         """
         *before, last = messages
         unfinished = [*before, {**last, "content": last["content"] + CUT}]
@@ -147,7 +147,7 @@ class Tokenizer:
         return self._encode_rendered(text, mark)
 
     def _render_broken(self, messages: Sequence[Mapping], variables: Mapping) -> tuple[str, str]:
-        """Return (conversation rendered with breaks, break character); see `SpecialTokens`."""
+        """Return (conversation rendered with breaks in special tokens, break character)."""
         given, mark = {"messages": list(messages), **self.template_args, **variables}, ""
         if self.chat_template is not None and not self.parse_special:
             given, mark = self.special_tokens.broken(given)

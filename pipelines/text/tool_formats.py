@@ -331,7 +331,7 @@ def _object(value: Any) -> dict:
 
 
 def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
-    """Return `key_end`, a field of `ToolFormat`, with only one JSON type for each text.
+    """Return `key_end`, a field of `ToolFormat`, with one JSON type for each text.
 
     Of several types with the same text, "string" is retained, or else the first type.
     """

@@ -113,10 +113,11 @@ class Rows:
             self.b.prefetch(self.buffer, *at, *indices, near=near)
 
     def part(self, at: Sequence[Index], first: Index, size: int) -> Callable[[int], Ssa]:
-        """Return a function load(offset), which loads the f32 vector at element first + offset.
+        """Return a function load(offset) for the f32 vector at element first + offset of a row.
 
-        The function may load `size` elements from `first` on. `size` must divide `first`, and
-        `Cache.cuts` must be true for `size`.
+        size: number of elements that the function may load, from `first` on; it must divide
+        `first`. These elements must be complete groups (elements with one scale), or be in one
+        group.
         """
         b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.indices(at)
         if not self.cache.grouped:

@@ -29,7 +29,7 @@ SIDE = 8  # threads along the rows, and along the tokens, of a tile
 def gemm(matmul: Matmul) -> Kernel:
     """Return the kernel of a matmul of many tokens, without a norm and without experts.
 
-    Operands: see `matvec.operands`. Result: y f32 [tokens, out].
+    Operands: those of the kernel `matvec`. Result: y f32 [tokens, out].
     """
     layout, inner, out, tokens = layout_of(matmul.codec), matmul.in_features, matmul.out_features, matmul.tokens
     width = next(n for n in (16, 32, 64) if n >= min(tokens, 64))

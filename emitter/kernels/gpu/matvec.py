@@ -46,7 +46,7 @@ def operands(matmul: Matmul, layout: Layout) -> dict[str, TensorType]:
 def define(matmul: Matmul, summed: int, x: np.ndarray, weight: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
     """Return the reference result {"y": f32 [tokens, out]}, computed in NumPy in f64.
 
-    summed: as in `matvec`.
+    summed: with experts, number of consecutive pairs whose results are added, or 0.
     """
     x = np.repeat(x.astype(np.float64), matmul.per_row, 0)
     if matmul.rms_eps is not None:

@@ -51,7 +51,7 @@ def _zero(b: GpuBody, share: Share, y: Ssa, column: Index) -> None:
 def causal_conv(
     tokens: Tokens, features: int, positions: int, x: Columns, bias: bool = False, activation: str | None = None
 ) -> Kernel:
-    """Return the kernel of `kernels.recurrent.causal_conv` for GPUs."""
+    """Return the kernel of a causal convolution for GPUs, with the operands of the one for CPUs."""
     n, units = positions, -(-features // THREADS)
 
     def write(b: GpuBody, state: Ssa, layer: Ssa, y: Ssa, weight: Ssa, **given: Ssa) -> None:
@@ -76,7 +76,7 @@ def causal_conv(
 
 
 def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns]) -> Kernel:
-    """Return the kernel of `kernels.recurrent.selective_scan` for GPUs."""
+    """Return the kernel of the scan of Mamba 2 for GPUs, with the operands of the one for CPUs."""
     groups, heads, head_dim, n = shape
     threads = -(-min(head_dim, 128) // 32) * 32
 
@@ -106,7 +106,7 @@ def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, C
 
 
 def gated_delta(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns], norm_eps: float | None = None) -> Kernel:
-    """Return the kernel of `kernels.recurrent.gated_delta` for GPUs."""
+    """Return the kernel of the gated delta rule for GPUs, with the operands of the one for CPUs."""
     k_heads, heads, k_dim, v_dim = shape
     threads = 1 << min(v_dim - 1, 127).bit_length()
 

@@ -41,7 +41,7 @@ def _choice(matmul: Matmul) -> tuple[str, type[Tiles], type[Any]]:
 
 
 def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool, is_draft: bool = False) -> str:
-    """Return the fastest of `matmul_spec.NUMERICS` for a matmul.
+    """Return the format of x with which a matmul is fastest: one of `matmul_spec.NUMERICS`.
 
     is_fast: whether x of several tokens may be rounded to int8 or bf16. is_draft: whether x of one
     token may be rounded too. With `isa.canonical`, the result is "canonical" or "exact".

@@ -42,7 +42,7 @@ class Isa:
 
     @property
     def in_canonical_form(self) -> Isa:
-        """Return a copy with `canonical` set, and with vectors of 16 f32 on every CPU.
+        """Return a copy with vectors of 16 f32, for kernels with the same bits on every CPU.
 
         Such a vector takes 1, 2 or 4 of the CPU's registers.
         """

@@ -175,8 +175,8 @@ def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
     """Quantise f32 vectors to int8, and return (quantised vectors, their common scale).
 
-    An element of a quantised vector is n + ROUND as f32, for an int8 n. `numbers_of` and
-    `low_bytes` extract n.
+    An element of a quantised vector is f32: an int8 plus the constant ROUND. `numbers_of` and
+    `low_bytes` extract the int8.
     """
     width = parts[0].width
     peak = lane_max(b, tree(b.maxf, [b.math("absf", part) for part in parts]))
@@ -186,10 +186,10 @@ def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
 
 
 def numbers_of(b: Body, shifted: Ssa) -> Ssa:
-    """Return the integers of a vector that `as_bytes` has quantised, as f32."""
+    """Return the int8 numbers in a vector that `as_bytes` has quantised, as f32."""
     return b.subf(shifted, b.splat(ROUND, shifted.width))
 
 
 def low_bytes(b: Body, shifted: Ssa) -> Ssa:
-    """Return the integers of a vector that `as_bytes` has quantised, as i8."""
+    """Return the int8 numbers in a vector that `as_bytes` has quantised, as i8."""
     return b.convert("trunci", b.bitcast(shifted, shifted.width, "i32"), "i8")
