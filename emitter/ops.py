@@ -119,7 +119,7 @@ def concatenate(parts: Sequence[Value], dim: int) -> Value:
 def slice_(x: Value, starts: Sequence[int], limits: Sequence[int]) -> Value:
     """Return the elements of x with `starts[i] <= index < limits[i]` in every dimension i."""
     if len(starts) != len(limits):
-        raise fail("slice", f"there are {len(starts)} starts and {len(limits)} limits; give as many of both", (x,))
+        raise fail("slice", f"there are {len(starts)} starts and {len(limits)} limits; give as many starts as limits", (x,))
     if any(s >= e for s, e in zip(starts, limits)):
         raise fail("slice", f"the slice from {tuple(starts)} to {tuple(limits)} is empty", (x,))
     type_ = TensorType(tuple(e - s for s, e in zip(starts, limits)), x.dtype)

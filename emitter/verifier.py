@@ -78,7 +78,7 @@ def _check_function(module: Module, function: Graph, table: Table, read: set[str
         raise wrong(None, "it has no outputs; return at least one value")
     if len(function.outputs) != len(set(function.output_names)):
         found = ", ".join(function.output_names)
-        raise wrong(None, f"{len(function.outputs)} outputs have the names {found}; give each its own")
+        raise wrong(None, f"{len(function.outputs)} outputs have the names {found}; give each output its own name")
     for index, value in enumerate(function.outputs):
         if value not in defined:
             raise wrong(None, f"output {index} ({value.type}) is no input or result of this function")
@@ -92,4 +92,4 @@ def _check_function(module: Module, function: Graph, table: Table, read: set[str
         if not known or value.type != function.outputs[index].type:
             raise wrong(None, f"output {index} cannot reuse the buffer of {value.name!r}")
     if len(set(function.storage.values())) != len(function.storage):
-        raise wrong(None, "two outputs reuse the buffer of one input; give each its own")
+        raise wrong(None, "two outputs reuse the buffer of one input; give each output its own buffer")

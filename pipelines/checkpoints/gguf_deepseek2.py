@@ -70,7 +70,8 @@ def latent_attention(config: dict, metadata: Metadata) -> None:
     if any(own):
         for side, size, expected in (("key", key, latent + rotated), ("value", value, latent)):
             if size != expected:
-                raise metadata.invalid(f"attention.{side}_length", f"{expected}, for attention.kv_lora_rank {latent}")
+                wanted = f"{expected}, which attention.kv_lora_rank {latent} requires"
+                raise metadata.invalid(f"attention.{side}_length", wanted)
         key, value = own
     if not key or not value or key <= rotated:
         raise metadata.error(

@@ -159,7 +159,7 @@ def _nvfp4(stored: Stored) -> tuple[Tensor, ...]:
     types = packed.codec, scales.codec, divisor.codec
     if scales.shape != (out, inner // 16) or inner % 64 or types != ("U8", "F8_E4M3", "f32") or prod(divisor.shape) != 1:
         found = f"weight_packed {list(packed.shape)} of {packed.codec} and weight_scale {list(scales.shape)} of {scales.codec}"
-        raise stored.error(f"has {found}, which are not nvfp4")
+        raise stored.error(f"has {found}, which is not the layout of nvfp4")
 
     @np.errstate(divide="ignore")  # `check_finite` finds a divisor of 0
     def read() -> np.ndarray:

@@ -173,8 +173,8 @@ def test_absorbed_projections_keep_a_float_type_and_are_f32_otherwise(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("attention.key_length", 41, "attention.key_length is 41, not 40, for attention.kv_lora_rank 32"),
-        ("attention.value_length", 31, "attention.value_length is 31, not 32, for attention.kv_lora_rank 32"),
+        ("attention.key_length", 41, "attention.key_length is 41, not 40, which attention.kv_lora_rank 32 requires"),
+        ("attention.value_length", 31, "attention.value_length is 31, not 32, which attention.kv_lora_rank 32 requires"),
         ("attention.key_length_mla", 8, "a head has 20 value features, and 8 key features of which 8 rotate"),
         ("attention.value_length_mla", 0, "a head has 0 value features, and 20 key features"),
         ("expert_gating_func", 3, r"expert_gating_func is 3, not 1 \(softmax\) or 2 \(sigmoid\)"),
