@@ -84,7 +84,7 @@ def splitter(bits: int, offset: int, scale: str, zeros: bool) -> Callable[[np.nd
 
 
 def join(codec: Codec, codes: np.ndarray, d: np.ndarray, m: np.ndarray | None) -> np.ndarray:
-    """Return blocks u8 [n, block_bytes], which have d, m (if the codec has zero points) and codes.
+    """Pack d, m (if the codec has zero points) and codes into blocks, u8 [n, block_bytes].
 
     codes: stored codes u8 [n, block]. Codes of 4 bits are packed 32 at a time, the first 16 of them
     in the low halves of 16 bytes. d, m: as in `Parts`. q4_0 and q8_0 have this layout, too.

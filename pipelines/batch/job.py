@@ -47,7 +47,6 @@ class Summary:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of prompts and answers per second, in this run."""
         return (self.prompt_tokens + self.generated_tokens) / self.seconds if self.seconds else 0.0
 
     def count(self, outcome: Outcome) -> None:

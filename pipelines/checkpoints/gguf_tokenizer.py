@@ -309,7 +309,7 @@ def _tokenizer(metadata: _Metadata, *, adds_bos: bool | None, **parts: Any) -> d
 def _post_processor(metadata: _Metadata, adds_bos: bool | None) -> dict | None:
     """Return the post-processor that adds BOS or EOS.
 
-    adds_bos: the value if the metadata has no add_bos_token. If None, BOS is never added.
+    adds_bos: the default if the metadata has no add_bos_token; None: never add BOS.
     """
     adds_bos = adds_bos is not None and metadata.flag("add_bos_token", adds_bos)
     sides = (adds_bos, "bos_token_id"), (metadata.flag("add_eos_token", False), "eos_token_id")

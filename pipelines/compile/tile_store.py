@@ -107,7 +107,6 @@ def tuned_tiles(options: Options, target: Target) -> TileFields:
 
 
 def tiles_for(matmul: Matmul, tuned: TileFields, isa: Isa, threads: int) -> Tiles | None:
-    """Return the tiles of a matmul in `tuned`, or None if there are none."""
     if matmul.name not in tuned:
         return None
     try:

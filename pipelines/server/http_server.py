@@ -131,7 +131,8 @@ class Connection(HttpToolsProtocol):
 
 
 class _Lingering:
-    """A transport that, if closed before the request is complete, lets the connection linger."""
+    """A transport that calls `Connection.linger` instead of closing while the client still sends.
+    """
 
     def __init__(self, transport: asyncio.Transport, connection: Connection):
         self._transport, self._connection = transport, connection

@@ -153,7 +153,6 @@ class ModelMetrics(Observer):
         self._success["error"].inc()
 
     def embedded(self, tokens: int) -> None:
-        """Count the tokens of an embedded text."""
         self._counters["prompt_tokens"].inc(tokens)
         self._histograms["prompts"].observe(tokens)
 

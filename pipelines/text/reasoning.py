@@ -106,7 +106,7 @@ def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tup
 
 
 def _prefix_start(text: str, mark: str) -> int:
-    """Return the index in `text` from which on it may be the start of `mark`.
+    """Return the index from which on the rest of `text` may be the start of `mark`.
 
     It is 1 for "a<thi" and "<think>". If no end of `text` starts `mark`, return len(text).
     """

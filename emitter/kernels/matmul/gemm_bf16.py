@@ -1,17 +1,10 @@
 """Compute Y = X W^T for x and weights rounded to bf16, with dot products of bf16 pairs.
 
-The kernel is for 2 or more tokens. It is `gemm` with two differences. Each i32 of the weight and of
-x (`split_x`) has a pair: two bf16 that are neighbours along k. And bf16 weights are read from
-memory without a panel. The weights of a step along k stay in the L1 cache for all tokens:
-
-    each workgroup: a few items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
-      for item:
-        sums [tokens, columns] = 0                                                                    stack
-        for k in steps of `depth`:
-          panel [depth / 2, columns] = W[columns, k : k + depth]^T, unless W is bf16                  stack
-          for `rows` tokens x 16 * `wide` columns, for pair k, k + 1 in depth:
-            sums += X[tokens, k] * W[columns, k] + X[tokens, k + 1] * W[columns, k + 1]           registers
-        Y[tokens, columns] = epilogue(sums)                                                          memory
+The kernel is for 2 or more tokens. Its loops are those of `gemm`, with two differences:
+- Each i32 of the weight and of x (`split_x`) has a pair: two bf16 that are neighbours along k. A
+  step adds X[token, k] * W[column, k] + X[token, k + 1] * W[column, k + 1].
+- bf16 weights are read from memory, without a panel; other weights are decoded into a panel. The
+  weights of `depth` elements along k stay in the L1 cache for all tokens of an item.
 """
 
 from dataclasses import dataclass

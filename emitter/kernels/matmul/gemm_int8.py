@@ -5,16 +5,8 @@ x_scale * n, with an int8 n, and one x_scale for each 32 elements. So 32 element
 
     scale * x_scale * sum(code * n) + base * sum(x)
 
-`GemmInt8`, for a chunk of tokens, is like `gemm`, but its panel has codes as bytes:
-
-    each workgroup: a few items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
-      for item:
-        sums [tokens, columns] = 0                                                                    stack
-        for k in steps of `depth`:
-          codes [depth / 4, columns] = codes of W[columns, k : k + depth], four in each i32           stack
-          scale, base [depth / group, columns]                                                        stack
-          for `rows` tokens x 16 * `wide` columns, for each 32 k: add the formula to sums         registers
-        Y[tokens, columns] = epilogue(sums)                                                          memory
+`GemmInt8`, for a chunk of tokens, has the loops of `gemm`. Its panel has int8 codes, four in each
+i32, and the scale and base of each codec group.
 
 `SmallBatchInt8`, for a few tokens, has no panel: it loads codes into registers, and multiplies
 `rows` tokens by them before it loads the next codes.

@@ -66,7 +66,7 @@ class SumTables(PreparedX):
         self.tables = b.stack(capacity // codec.group * self.words * len(self.slices), isa.lanes)
 
     def table(self, group: Index, word: int, number: int) -> Ssa:
-        """Load the table of slice `number` of a word of codes, f32 [lanes].
+        """Load a table of sums, f32 [lanes]: the one for slice `number` of a word of codes.
 
         group: index of the codec group in the part of x that the last `fill` prepared. word: index
         of the word in the group.
