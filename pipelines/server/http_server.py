@@ -131,8 +131,7 @@ class Connection(HttpToolsProtocol):
 
 
 class _Lingering:
-    """A transport that calls `Connection.linger` instead of closing while the client still sends.
-    """
+    """A transport that lets a connection linger if it is closed while the client still sends."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection):
         self._transport, self._connection = transport, connection

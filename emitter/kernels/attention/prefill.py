@@ -6,7 +6,7 @@ softmax needs no sums across lanes:
 
     for tile:
       q^T [head_dim, columns] = scale * log2(e) * q                                                stack
-      maxima, sums [columns], out [columns, head_dim] = 0 or -inf
+      maxima [columns] = -inf; sums [columns], out [columns, head_dim] = 0
       for block of `keys` keys, up to the last that the tile attends to:
         scores [keys, columns] = k_cache[layer, keys, kv head] @ q^T, soft-capped and masked       stack
         raise maxima to the new scores; scale sums and out down
