@@ -270,7 +270,7 @@ def numbers(codec: Codec, parts: Parts) -> Parts:
 
 
 def values(codec: Codec, parts: Parts) -> np.ndarray:
-    """Dequantise the `parts` of n blocks to f32 [n, block], with the same roundings as ggml."""
+    """Return the f32 values [n, block] of the `parts` of n blocks, rounded as in ggml."""
     parts = numbers(codec, parts)
     scale = parts.d.astype(np.float32)[:, None]
     if parts.scales is not None:

@@ -40,11 +40,11 @@ from castiron.emitter.types import F32, I32, TensorType
 
 @dataclass
 class Context:
-    """What all lowering rules share.
+    """The options of the lowering, and values that rules pass to each other.
 
     project: emits matmuls. recurrent: for each kind of recurrent operation, the function that
-    returns its kernel; None for CPU kernels. counters: maps a type to the result `counters` of the
-    last attention kernel, which is an operand of the next attention kernel with this type.
+    returns its kernel; None for CPU kernels. counters: by type, the i32 counters of attention
+    kernels (see `attention_decode`): each kernel gets those that the kernel before it returned.
     """
 
     isa: Isa

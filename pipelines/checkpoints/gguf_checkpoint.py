@@ -219,8 +219,8 @@ def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
 def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarray]:
     """Return {HF name: indices of this HF tensor's rows in the GGUF tensor}.
 
-    In linear attention, one GGUF tensor has the rows of several HF tensors. parts: a value of
-    `Architecture.grouped`.
+    In linear attention, one GGUF tensor has the rows of several HF tensors, grouped by key head.
+    parts: which rows of a group each HF tensor has; see `Architecture.grouped`.
     """
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     sizes = {"h": values // keys, "k": config["linear_key_head_dim"], "v": values // keys * config["linear_value_head_dim"]}
@@ -230,9 +230,10 @@ def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarr
 
 
 def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iterator[Tensor]:
-    """Yield the matrix whose column i is column order[i] of `tensor`.
+    """Yield the matrix with permuted columns: column i is column order[i] of `tensor`.
 
-    If a codec block spans two heads, yield `tensor` unchanged, then a tensor with column indices.
+    The columns of a quantised matrix whose blocks span two heads cannot be permuted. Then yield
+    `tensor` unchanged, and a tensor with the order.
     """
     block = CODECS[tensor.codec].block
     if head_dim % block:

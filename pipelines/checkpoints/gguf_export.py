@@ -225,7 +225,7 @@ def _stack(name: str, codec: str, parts: dict[int, Tensor], read: Read) -> Tenso
 
 
 def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tensors: list[Tensor]) -> None:
-    """Raise CheckpointError if the new GGUF file has another config than the HF checkpoint.
+    """Raise CheckpointError if the new GGUF file does not give back the checkpoint's config.
 
     metadata, tensors: the content of the GGUF file.
     """

@@ -160,10 +160,11 @@ class StopStrings:
 
 
 class TextOutput:
-    """An `Output` that converts tokens to `Delta`s as soon as their text is final.
+    """An `Output` that converts the tokens of a request to events with text (`Delta`).
 
-    `reasoning`: whether to separate reasoning from the answer. `tools`: functions whose calls are
-    separated from the answer, or None. `self.reasoning_tokens`: number of tokens of reasoning.
+    Text is sent as soon as it is final. `reasoning`: whether to separate reasoning from the answer.
+    `tools`: functions whose calls are separated from the answer, or None. `self.reasoning_tokens`:
+    number of tokens of reasoning.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Choose the kernel of a matmul: the first row of a table whose predicate is true."""
+"""Choose the kernel of a matmul from a table: the first row whose condition the matmul meets."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, fields
