@@ -91,7 +91,7 @@ class HostBuffer(Buffer):
 
 
 class DeviceBuffer(Buffer):
-    """A state in device memory; `array` is a `DeviceArray`."""
+    """Device memory for a state; `array` has the operations of a NumPy array (`DeviceArray`)."""
 
     def __init__(self, program: DeviceProgram, shape: tuple[int, ...], dtype: str, array: DeviceArray | None = None):
         """Allocate zeros, or use `array`, which is a part of another buffer."""

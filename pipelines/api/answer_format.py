@@ -22,9 +22,8 @@ ANY_OBJECT = {"type": "object"}
 class AnswerFormat:
     """The format that an answer must have.
 
-    param: field of the request that sets the format. kind: name of the argument of
-    `Tokenizer.grammar` that gets the format, such as "json_schema". value: the value of this
-    argument, such as the schema.
+    param: field of the request that sets the format. kind: "json_schema", "regex" or another
+    argument of `Tokenizer.grammar`. value: the schema, expression or grammar.
     """
 
     param: str

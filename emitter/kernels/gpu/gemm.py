@@ -48,11 +48,10 @@ def gemm(matmul: Matmul) -> Kernel:
         own_row, own_token = b.rem(thread, SIDE), b.div(thread, SIDE)
 
         def fill(tile: Ssa, pitch: int, count: int, read) -> None:
-            """Emit code that stores `count` columns of a tile.
+            """Emit code that fills `count` columns of a tile with 16 elements of in_features each.
 
-            A column has the 16 elements of in_features that this step multiplies. read(column,
-            unit): returns the 8 elements of a unit of a column. pitch: number of elements from one
-            row of the tile to the next.
+            read(column, unit): returns elements 8 * unit .. 8 * unit + 7 of a row of the weight or
+            of x. pitch: number of elements from one row of the tile to the next.
             """
             with b.strided(thread, count * depth) as item:
                 column, step = b.div(item.index, depth), b.rem(item.index, depth)

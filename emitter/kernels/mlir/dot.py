@@ -47,9 +47,9 @@ class Accumulators:
 class Dot:
     """A writer of code for int8 dot products of weight codes and x.
 
-    Code for a step over `quads` quads calls `arranged` and then `code` for the codes, `x` for x,
-    and `add` to add their products to the sums of `start`. Each lane of a vector belongs to one
-    output, and a step covers `rows` rows of x. bits: bits of a code.
+    To multiply `quads` quads of each output by `rows` rows of x: prepare codes with `arranged` and
+    then `code`, prepare x with `x`, and call `add`, which adds the products to accumulators from
+    `start`. Each lane of a vector belongs to one output. bits: bits of a code.
     """
 
     rows: ClassVar[int] = 1

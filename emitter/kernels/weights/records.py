@@ -135,7 +135,7 @@ class Records:
         return self.b.convert("sitofp", wide, "f32")
 
     def group_scale(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """Return `scale` of a group (see `codec.Parts`), f32 [lanes]; None if it has none."""
+        """Return `scale` of a group, a factor of its block's d, f32 [lanes]; None means 1."""
         if self.codec.small_floats:
             b, at = self.b, (block, record, self.b.add(self.b.mul(group, LANES), self.layout.scales or 0))
             bits = b.convert("extui", self.rows(at, v, "i8", 8), "i16")
@@ -144,7 +144,7 @@ class Records:
         return self._factor(self.layout.scales, self.codec.minimum == 0, block, record, group, v)
 
     def group_minimum(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """Return `minimum` of a group (see `codec.Parts`), f32 [lanes]; None if it has none."""
+        """Return `minimum` of a group, a factor of its block's m, f32 [lanes]; None means 1."""
         return self._factor(self.layout.minima, False, block, record, group, v)
 
     def scale_and_minimum(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
