@@ -129,7 +129,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a bundle's kernels: bytes that decode steps read, and FLOP of a prefill."""
+    """Computes the bytes that a bundle's decode steps read, and the FLOP of its prefills."""
 
     manifest: Manifest
 

@@ -117,7 +117,7 @@ class Fim:
         return self._plain(text)[0]
 
     def _plain(self, text: str) -> tuple[list[int], str]:
-        """Encode special tokens in `text` as plain text; return (ids, text of the first token)."""
+        """Encode a text, with special tokens as plain text; return (ids, first token as text)."""
         given, mark = self.special.broken({"text": check_utf8(text, "the text")})
         found = encode_text(*self.special.sanitised(given["text"], mark), add_special_tokens=False)
         return found.ids, found.tokens[0] if found.tokens else ""

@@ -179,7 +179,7 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:
-        """The special tokens that text in messages must not produce."""
+        """The special tokens that are encoded as plain text if a message contains their text."""
         answers = {mark for pair in self.marks for mark in pair}
         # An assistant's message may contain the marks of tool calls, except Harmony's, which start turns.
         if self.tool_format.style != "harmony":
