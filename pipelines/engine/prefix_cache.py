@@ -91,7 +91,7 @@ class PrefixCache:
         return max(0, cached - 1) // self.score_width * self.score_width
 
     def longest(self, prompt: np.ndarray, top: int | None = None) -> int:
-        """Return how many tokens of `prompt` any slot or the store on disk has.
+        """Return the length of the longest prefix of `prompt` in a slot or in the store on disk.
 
         `top`: `prompt_logprobs` of the request, or None.
         """
