@@ -137,7 +137,7 @@ def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
     out, inner = shape
     bits = 32 * packed.shape[1] // inner
     if bits not in (4, 8) or packed.shape != (out, -(-inner * bits // 32)):
-        raise stored.error(f"has weight_packed {list(packed.shape)}, which is not {list(shape)} in 4 or 8 bits")
+        raise stored.error(f"has weight_packed {list(packed.shape)}, which does not fit {list(shape)} codes of 4 or 8 bits")
     order = stored.order("weight_g_idx", inner, scales.shape[1])
     codes = lambda: _codes(_unpacked(packed, bits)[:, :inner], bits)
     zero_points = stored.parts.get("weight_zero_point")
