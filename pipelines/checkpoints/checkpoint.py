@@ -257,11 +257,11 @@ def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None
         largest = _child.call(largest_id, text)
     except (ValueError, RecursionError) as error:
         problem = "nests too deep" if isinstance(error, RecursionError) else "is not UTF-8"
-        raise CheckpointError(f"{path}: its tokenizer {problem}; download it again") from None
+        raise CheckpointError(f"{path}: its tokenizer {problem}; download the model again") from None
     except LimitExceeded as error:
         raise CheckpointError(f"{path}: the tokenizers library fails on its tokenizer: {error}; download it again") from None
     except PipelineError as error:
-        raise CheckpointError(f"{path}: its tokenizer cannot be read ({error}); download it again") from None
+        raise CheckpointError(f"{path}: its tokenizer cannot be read ({error}); download the model again") from None
     if vocab is not None and largest >= vocab:
         unfit = f"its tokenizer has id {largest}, but the vocabulary has {vocab} tokens"
         raise CheckpointError(f"{path}: {unfit}; use the tokenizer of this model")
