@@ -248,7 +248,7 @@ def test_a_shape_of_bytes_is_rejected(tmp_path):
     directory, _ = made(tmp_path, "compressed-tensors int4 channel")
     path = changed(directory, tmp_path / "other", weight_shape=lambda shape: shape.astype(np.uint8))
     with pytest.raises(
-        CheckpointError, match=r"up_proj.weight has weight_packed \[256, 16\], which does not fit its weight_shape \[\]; down"
+        CheckpointError, match=r"has weight_packed \[256, 16\], which does not fit its weight_shape \[\]; download"
     ):
         open_checkpoint(path)
 
