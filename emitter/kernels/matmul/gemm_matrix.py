@@ -13,6 +13,7 @@ group has a scale and a minimum, and `x_sum` is the sum of x over the group:
         for k in steps of `depth`:
           panel [pieces, depth / 32, row_blocks, 16 pairs, 16] = W[columns, k : k + depth]^T           stack
           for every `high` tiles of `rows` tokens and 16 * `wide` columns:
+            prefetch a part of the next panel's weights
             for codec group in depth:                               float W: one group, all of depth
               part [high * wide] = 0                                                       the unit's registers
               for every 32 k in group, for pieces i of x and j of w with i + j < 3:
@@ -23,22 +24,25 @@ group has a scale and a minimum, and `x_sum` is the sum of x over the group:
 
 from dataclasses import dataclass
 from itertools import product as pairs_of
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from castiron.emitter.kernels.matmul.gemm import Gemm
 from castiron.emitter.kernels.matmul.tiles import Buffers, PanelTiles, even_share, even_tokens, panel_columns, panel_workgroups
 from castiron.emitter.kernels.matmul_spec import Matmul
-from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index
+from castiron.emitter.kernels.mlir.body import MATRIX_STACK_BYTES, Body, Index
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.matrix import ROW_BYTES, Block, Matrix
 from castiron.emitter.kernels.split_x import DEPTH, EXACT, tile_rows
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import BLOCK_BYTES, EXACT_COUNTS, Bf16CodePanel, Bf16Panel, Bf16SplitPanel
 
-MIN_TOKENS = 4  # for fewer tokens the matrix unit is not faster
+MIN_TOKENS = 9  # for fewer tokens f32 is faster
+MIN_INT8_TOKENS = 32  # for fewer tokens int8 is faster, where it is allowed
 MAX_TOKENS = 128
 HIGH = 2  # of the unit's eight registers, four have sums, two x and two weights
 MAX_DEPTH = 512
+MAX_ROW_BLOCKS = 8
+X_BYTES = 24 << 10  # max bytes of x that are multiplied by a panel at a time; half of L1
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class GemmMatrixTiles(PanelTiles):
     """
 
     high: int
+    max_stack: ClassVar[int] = MATRIX_STACK_BYTES
 
     def units(self, matmul: Matmul) -> tuple[int, int]:
         return self.rows * self.high, DEPTH
@@ -64,15 +69,25 @@ class GemmMatrixTiles(PanelTiles):
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        # Two by two accumulators, and the deepest panel that fits on the stack.
-        wide, row_blocks = panel_columns(matmul, True)
+        # Two by two accumulators, and a panel whose part of x fits in L1.
+        wide, _ = panel_columns(matmul, True)
         rows = tile_rows(matmul.tokens)
         high = HIGH if rows < matmul.tokens else 1
-        tokens = even_tokens(matmul.tokens, MAX_TOKENS, rows * high)
-        space = STACK_BYTES - cls(rows, wide, row_blocks, 0, tokens, high).stack_bytes(matmul)
-        steps = even_share(-(-matmul.in_features // DEPTH), min(MAX_DEPTH // DEPTH, space // _step_bytes(matmul, row_blocks)))
+        tokens, row_blocks = even_tokens(matmul.tokens, MAX_TOKENS, rows * high), _row_blocks(matmul, wide, threads)
+        x_step = ROW_BYTES * rows * high * (1 if matmul.numerics == "bf16_matrix" else EXACT)
+        space = cls.max_stack - cls(rows, wide, row_blocks, 0, tokens, high).stack_bytes(matmul)
+        limit = min(MAX_DEPTH // DEPTH, X_BYTES // x_step, space // _step_bytes(matmul, row_blocks))
+        steps = even_share(-(-matmul.in_features // DEPTH), limit)
         workgroups = panel_workgroups(matmul, row_blocks, tokens, threads)
         return cls(rows, wide, row_blocks, steps * DEPTH, tokens, high, workgroups=workgroups)
+
+
+def _row_blocks(matmul: Matmul, wide: int, threads: int) -> int:
+    # The more columns a panel has, the less often x is read, which may not fit in L2. But all threads need work.
+    blocks, unit = matmul.weight_shape[0], max(wide, matmul.blocks_per_result)
+    fitting = [n for n in range(unit, MAX_ROW_BLOCKS + 1, unit) if blocks % n == 0] or [unit]
+    load = {n: -(-blocks // (n * threads)) * n for n in fitting}  # row blocks of the busiest thread
+    return max(n for n in fitting if load[n] <= 1.03 * min(load.values()))
 
 
 def _panel_type(matmul: Matmul) -> type[Any]:
@@ -120,7 +135,10 @@ class GemmMatrix(Gemm):
     def _tiles(self, at: Index, tile: Index, high: int, k: Index, depth: int) -> None:
         b, group = self.b, self.matmul.format.group
         first_step = b.div(k, DEPTH)
-        with b.loop(0, self.tiles.row_blocks, self.tiles.wide) as block:
+        row_blocks, wide = self.tiles.row_blocks, self.tiles.wide
+        with b.loop(0, row_blocks, wide) as block:
+            part = b.div(b.add(b.mul(b.div(at, self.tiles.high), row_blocks), block.index), wide)
+            self._prefetch_next(part, self.tiles.tokens // (self.tiles.rows * self.tiles.high) * (row_blocks // wide))
             if self.codes:
                 with b.loop(0, depth // group) as step:
                     x_step = b.add(first_step, b.div(step.index, DEPTH // group))

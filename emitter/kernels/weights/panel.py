@@ -8,7 +8,7 @@ minimum for each codec group. A bf16 panel has the block layout of `mlir.matrix`
 from castiron.emitter.codec import Codec
 from castiron.emitter.codecs import codec_of
 from castiron.emitter.kernels.mlir.bf16_pairs import cut, pieces
-from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
+from castiron.emitter.kernels.mlir.body import CACHE_LINE, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.split_x import DEPTH, PAIRS
 from castiron.emitter.kernels.weights.packing import LANES, layout
@@ -84,6 +84,22 @@ class BasePanel:
 
     def allocate(self, depth: int, columns: int) -> None:
         """Allocate the buffers of the panel on the stack."""
+
+    def prefetch(self, first_block: Index, k: Index, depth: int, part: Index, parts: int) -> None:
+        """Emit prefetches into L2 of one of `parts` equal parts of the bytes that `fill` reads.
+
+        The other arguments are those of `fill`.
+        """
+        b, record = self.b, self.records.layout
+        start, nbytes = b.mul(b.div(k, record.elements), record.size), -(-depth // record.elements) * record.size
+        if depth < record.elements:
+            start = b.add(start, b.mul(b.div(b.rem(k, record.elements), self.codec.group), record.group_bytes))
+            nbytes = record.codes + depth // self.codec.group * record.group_bytes
+        lines = -(-nbytes // (CACHE_LINE * parts))
+        first = b.add(start, b.mul(part, lines * CACHE_LINE))
+        for i in range(self.row_blocks):
+            for line in range(lines):
+                self.records.prefetch(b.add(first_block, i), 0, b.add(first, line * CACHE_LINE), near=False)
 
     def _allocate_sides(self, groups: int, columns: int) -> None:
         self.scales = self.b.stack(groups, columns)
