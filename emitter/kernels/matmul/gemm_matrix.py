@@ -5,7 +5,9 @@ f32, two for an f16, one for a bf16 or a code. Piece i of x is multiplied by pie
 i + j < 3. The other products are below the precision of f32. `--numerics fast` instead rounds x and
 weights to the nearest bf16, which is then the only piece. The loops are those of `gemm`, with pairs
 of bf16 in the panel and in x (`split_x`). A quantised weight is scale * code + minimum; every codec
-group has a scale and a minimum, and `x_sum` is the sum of x over the group:
+group has a scale and a minimum, and `x_sum` is the sum of x over the group. In groups of 16 without
+minima, a weight is d * (group scale * code): the panel has group scale * code as two pieces, and a
+"codec group" below is a block, whose scale is d:
 
     each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:
@@ -34,7 +36,14 @@ from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.matrix import ROW_BYTES, Block, Matrix
 from castiron.emitter.kernels.split_x import DEPTH, EXACT, tile_rows
 from castiron.emitter.kernels.weights.packing import LANES
-from castiron.emitter.kernels.weights.panel import BLOCK_BYTES, EXACT_COUNTS, Bf16CodePanel, Bf16Panel, Bf16SplitPanel
+from castiron.emitter.kernels.weights.panel import (
+    BLOCK_BYTES,
+    EXACT_COUNTS,
+    Bf16BlockPanel,
+    Bf16CodePanel,
+    Bf16Panel,
+    Bf16SplitPanel,
+)
 
 MIN_TOKENS = 9  # for fewer tokens f32 is faster
 MIN_INT8_TOKENS = 32  # for fewer tokens int8 is faster, where it is allowed
@@ -65,7 +74,9 @@ class GemmMatrixTiles(PanelTiles):
 
     def fit(self, matmul: Matmul) -> bool:
         fits_unit = self.high * self.wide + self.high + self.wide <= 8
-        return self.rows == tile_rows(matmul.tokens) and fits_unit and super().fit(matmul)
+        block = matmul.format.block
+        fits_blocks = _panel_type(matmul) is not Bf16BlockPanel or block % self.depth == 0 or self.depth % block == 0
+        return self.rows == tile_rows(matmul.tokens) and fits_unit and fits_blocks and super().fit(matmul)
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
@@ -77,7 +88,10 @@ class GemmMatrixTiles(PanelTiles):
         x_step = ROW_BYTES * rows * high * (1 if matmul.numerics == "bf16_matrix" else EXACT)
         space = cls.max_stack - cls(rows, wide, row_blocks, 0, tokens, high).stack_bytes(matmul)
         limit = min(MAX_DEPTH // DEPTH, X_BYTES // x_step, space // _step_bytes(matmul, row_blocks))
-        steps = even_share(-(-matmul.in_features // DEPTH), limit)
+        total = -(-matmul.in_features // DEPTH)
+        if _panel_type(matmul) is Bf16BlockPanel:
+            total = matmul.format.block // DEPTH  # the panel is a part of a block, or one block
+        steps = even_share(total, limit)
         workgroups = panel_workgroups(matmul, row_blocks, tokens, threads)
         return cls(rows, wide, row_blocks, steps * DEPTH, tokens, high, workgroups=workgroups)
 
@@ -93,12 +107,16 @@ def _row_blocks(matmul: Matmul, wide: int, threads: int) -> int:
 def _panel_type(matmul: Matmul) -> type[Any]:
     if matmul.numerics == "bf16_matrix":
         return Bf16Panel
-    return Bf16CodePanel if matmul.format.quantised else Bf16SplitPanel
+    if not matmul.format.quantised:
+        return Bf16SplitPanel
+    return Bf16BlockPanel if Bf16BlockPanel.fits(matmul.format) else Bf16CodePanel
 
 
 def _step_bytes(matmul: Matmul, row_blocks: int) -> int:
     # Bytes of the panel for 32 elements of in_features.
     codec, kind = matmul.format, _panel_type(matmul)
+    if kind is Bf16BlockPanel:
+        return row_blocks * (2 * BLOCK_BYTES + 4 * LANES)
     if kind is Bf16CodePanel:
         return DEPTH // codec.group * row_blocks * (BLOCK_BYTES + 4 * LANES * (2 if codec.minimum else 1))
     return (EXACT_COUNTS[codec.name] if kind is Bf16SplitPanel else 1) * row_blocks * BLOCK_BYTES
@@ -119,7 +137,10 @@ class GemmMatrix(Gemm):
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemmMatrixTiles, buffers: Buffers):
         self.panel_type = _panel_type(matmul)
         super().__init__(b, matmul, isa, tiles, buffers)
-        self.parts, self.codes = b.stack(tiles.high * tiles.wide, tiles.rows, LANES), self.panel_type is Bf16CodePanel
+        self.parts = b.stack(tiles.high * tiles.wide, tiles.rows, LANES)
+        # Elements of k whose sums are added at once, times a scale unless weights are floats.
+        group, block = matmul.format.group, matmul.format.block
+        self.span = {Bf16CodePanel: group, Bf16BlockPanel: min(block, tiles.depth)}.get(self.panel_type)
         self.matrix = Matrix(b, isa, tiles.rows, self.parts)
         self.x_at, self.panel_at = b.address(buffers["x"]), b.address(self.panel.words)
         self.x_shape = matmul.operands()["x"].shape
@@ -133,22 +154,21 @@ class GemmMatrix(Gemm):
                 self._tiles(tile.index, b.add(before, tile.index), step, k, depth)
 
     def _tiles(self, at: Index, tile: Index, high: int, k: Index, depth: int) -> None:
-        b, group = self.b, self.matmul.format.group
+        b = self.b
         first_step = b.div(k, DEPTH)
         row_blocks, wide = self.tiles.row_blocks, self.tiles.wide
         with b.loop(0, row_blocks, wide) as block:
             part = b.div(b.add(b.mul(b.div(at, self.tiles.high), row_blocks), block.index), wide)
             self._prefetch_next(part, self.tiles.tokens // (self.tiles.rows * self.tiles.high) * (row_blocks // wide))
-            if self.codes:
-                with b.loop(0, depth // group) as step:
-                    x_step = b.add(first_step, b.div(step.index, DEPTH // group))
-                    parts = self._step(self._zeros(high), tile, x_step, step.index, block.index, high)
-                    self._add(parts, at, tile, block.index, high, (step.index, b.add(b.div(k, group), step.index)))
-            else:
-                with b.loop(0, -(-depth // DEPTH), carry=self._zeros(high)) as step:
-                    x_step = b.add(first_step, step.index)
-                    step.give(*self._step(step.values, tile, x_step, step.index, block.index, high))
-                self._add(step.results, at, tile, block.index, high)
+            span = self.span or depth
+            with b.loop(0, depth // span) as group:
+                first = b.mul(group.index, span)
+                with b.loop(0, -(-span // DEPTH), carry=self._zeros(high)) as step:
+                    at_step = b.add(b.div(first, DEPTH), step.index)
+                    panel_step = group.index if self.panel_type is Bf16CodePanel else at_step
+                    step.give(*self._step(step.values, tile, b.add(first_step, at_step), panel_step, block.index, high))
+                of = (group.index, b.div(b.add(k, first), span)) if self.span else None
+                self._add(step.results, at, tile, block.index, high, of)
 
     def _zeros(self, high: int) -> list[Block]:
         return [self.matrix.zero(i) for i in range(high * self.tiles.wide)]
