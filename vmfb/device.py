@@ -18,6 +18,8 @@ from iree.runtime._binding import create_hal_driver
 SPIN_US = 10
 # Seconds to wait for workers to start; workers that start later are not pinned.
 START_SECONDS = 1.0
+# Bytes of a worker's stack; IREE's default, 128 KB, is too small for the kernels of matrix units.
+STACK_BYTES = 1 << 20
 
 _lock = threading.Lock()
 _this_thread = threading.local()
@@ -141,4 +143,4 @@ def task_flags(threads: int) -> tuple[str, ...]:
 
 def _flags(threads: int, cpus: Sequence[int]) -> tuple[str, ...]:
     topology = f"--task_topology_cpu_ids={','.join(map(str, cpus))}" if cpus else f"--task_topology_group_count={threads}"
-    return topology, f"--task_worker_spin_us={SPIN_US}"
+    return topology, f"--task_worker_spin_us={SPIN_US}", f"--task_worker_stack_size={STACK_BYTES}"

@@ -57,7 +57,7 @@ def matmuls(checkpoint, options=OPTIONS) -> dict[str, Matmul]:
 
 def other_tiles(matmul: Matmul, threads: int = 3) -> dict[str, int]:
     default = default_tiles(matmul, ISAS[HOST.isa], threads)
-    return asdict(replace(default, unroll=default.unroll + 1))
+    return asdict(replace(default, workgroups=default.workgroups + 1))
 
 
 def finding(matmul: Matmul, key: Key | None = None) -> Finding:

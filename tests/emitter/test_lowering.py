@@ -36,11 +36,11 @@ def params_of(module, model: ModelModule) -> dict[str, np.ndarray]:
     return found
 
 
-def prefilled(module, model: ModelModule, cache: str = "f32") -> tuple[np.ndarray, ...]:
-    """Return the logits and the two caches after a padded prefill of six tokens."""
+def prefilled(module, model: ModelModule, cache: str = "f32", width: int = 8) -> tuple[np.ndarray, ...]:
+    """Return the logits and the two caches after a prefill of six tokens, padded to `width`."""
     empty = np.zeros(model.functions["decode_step"].states[0].shape, CACHES[cache].dtype.numpy)
-    given = [TOKENS, np.int32(0), np.int32(6), empty, empty]
-    return tuple(interpreter.run(module, "prefill_8", given, params_of(module, model))[1:])
+    given = [np.resize(TOKENS, width), np.int32(0), np.int32(6), empty, empty]
+    return tuple(interpreter.run(module, f"prefill_{width}", given, params_of(module, model))[1:])
 
 
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 3}
@@ -192,18 +192,18 @@ def test_draft_numerics_quantise_x_of_one_token_where_that_is_faster(codec, isa,
 
 
 def test_a_matrix_unit_splits_x_a_single_time_for_all_matmuls():
-    """Exact numerics on AMX split x for four tokens and more, and give the logits of other CPUs."""
-    model = build(CONFIG, lambda name: "f16" if "o_proj" in name else "q4_1", CONTEXT, [8], (2,), (4,))
+    """Exact numerics on AMX split x for nine tokens and more, and give the logits of other CPUs."""
+    model = build(CONFIG, lambda name: "f16" if "o_proj" in name else "q4_1", CONTEXT, [8, 32], (2,), (4, 9))
     plain, split, fast = lower(model), lower(model, isa="amx"), lower(model, isa="amx", numerics="fast")
-    for function in ("prefill_8", "decode_batch_4"):
+    for function, in_fast in ("prefill_32", {"bf16_matrix"}), ("decode_batch_9", {"bf16_matrix", "int8"}):
         batched = [p for p in matmuls_of(split, function) if p.tokens > 1]
         assert {p.numerics for p in batched} == {"bf16_split"}
-        assert {p.numerics for p in matmuls_of(fast, function) if p.tokens > 1} == {"bf16_matrix"}
+        assert {p.numerics for p in matmuls_of(fast, function) if p.tokens > 1} == in_fast
         inputs = [name for name in ops_of(split, function) if name.startswith("split_x")]
-        assert len(inputs) == 4 * 2 + (function != "prefill_8")
-    for function in ("decode_step", "verify_2"):
+        assert len(inputs) == 4 * 2 + (function != "prefill_32")
+    for function in ("decode_step", "verify_2", "prefill_8", "decode_batch_4"):
         assert {p.numerics for p in matmuls_of(split, function)} == {"exact"}
-    logits = [prefilled(module, model)[0] for module in (plain, split, fast)]
+    logits = [prefilled(module, model, width=32)[0] for module in (plain, split, fast)]
     assert np.abs(logits[1] - logits[0]).max() < 1e-5 < np.abs(logits[2] - logits[0]).max() < 0.1
 
 

@@ -276,6 +276,8 @@ class Grouped(Gemm):
         full = b.mul(b.div(count, rows), rows)
         for low, high, size in (0, full, rows), (full, count, rest):
             with b.loop(low, high, size) as t:
+                if size == rows:
+                    self._prefetch_next(b.div(t.index, rows), -(-self.tiles.tokens // rows))
                 self._tile(t.index, t.index, size, k, depth)
 
     def _x_rows(self, token: Index, rows: int) -> Callable[[int], Index]:

@@ -8,6 +8,7 @@ part of the weight is called a panel:
         sums [tokens, columns] = 0                                                                    stack
         for k in steps of `depth`:
           panel [depth, columns] = decoded W[columns, k : k + depth]^T                                stack
+          prefetch the next panel's part of W, between the products of this one
           sums += X[tokens, k : k + depth] @ panel         `rows` tokens x 16 * `wide` columns in registers
         Y[tokens, columns] = epilogue(sums)                                                          memory
 
@@ -125,10 +126,22 @@ class Gemm:
                 b.vstore(b.splat(0.0, self.lanes), self.sums, t.index, column)
         with b.loop(0, full, depth) as k:
             self.panel.fill(first_block, k.index, depth)
+            self._set_next_panel(first_block, b.add(k.index, depth))
             self._multiply(first, count, k.index, depth)
         if full < self.in_features:
             self.panel.fill(first_block, full, self.in_features - full)
+            self._set_next_panel(first_block, self.in_features)
             self._multiply(first, count, full, self.in_features - full)
+
+    def _set_next_panel(self, first_block: Index, k: Index) -> None:
+        # The next panel begins at element k of the same rows, or at the first element of the next rows.
+        b = self.b
+        wraps = b.div(k, self.in_features)
+        self.next_panel = b.add(first_block, b.mul(wraps, self.tiles.row_blocks)), b.sub(k, b.mul(wraps, self.in_features))
+
+    def _prefetch_next(self, part: Index, parts: int) -> None:
+        """Emit prefetches of one of `parts` equal parts of the next panel's weights."""
+        self.panel.prefetch(*self.next_panel, self.tiles.depth, part, parts)
 
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
         # self.sums[: count] += x[first : first + count, k : k + depth] @ panel
@@ -137,6 +150,7 @@ class Gemm:
         start = self.T - rest
         needed = b.mul(b.ceildiv(count, rows), rows)
         with b.loop(0, b.min(needed, b.sub(start, first)), rows) as t:
+            self._prefetch_next(b.div(t.index, rows), -(-self.tiles.tokens // rows))
             self._tile(t.index, b.add(first, t.index), rows, k, depth)
         if rest:
             with b.when(b.less(start, b.add(first, count))):

@@ -76,6 +76,7 @@ class GemmBf16(Gemm):
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
         b, tile = self.b, self.full_rows
         with b.loop(0, b.ceildiv(count, tile)) as i:
+            self._prefetch_next(i.index, -(-self.tiles.tokens // tile))
             for row in range(0, tile, self.tiles.rows):
                 rows = min(self.tiles.rows, tile - row)
                 self._rows(b.add(b.mul(i.index, tile), row), b.add(b.div(first, tile), i.index), row, rows, k, depth)

@@ -5,7 +5,9 @@ f32, two for an f16, one for a bf16 or a code. Piece i of x is multiplied by pie
 i + j < 3. The other products are below the precision of f32. `--numerics fast` instead rounds x and
 weights to the nearest bf16, which is then the only piece. The loops are those of `gemm`, with pairs
 of bf16 in the panel and in x (`split_x`). A quantised weight is scale * code + minimum; every codec
-group has a scale and a minimum, and `x_sum` is the sum of x over the group:
+group has a scale and a minimum, and `x_sum` is the sum of x over the group. In groups of 16 without
+minima, a weight is d * (group scale * code): the panel has group scale * code as two pieces, and a
+"codec group" below is a block, whose scale is d:
 
     each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:
@@ -13,6 +15,7 @@ group has a scale and a minimum, and `x_sum` is the sum of x over the group:
         for k in steps of `depth`:
           panel [pieces, depth / 32, row_blocks, 16 pairs, 16] = W[columns, k : k + depth]^T           stack
           for every `high` tiles of `rows` tokens and 16 * `wide` columns:
+            prefetch a part of the next panel's weights
             for codec group in depth:                               float W: one group, all of depth
               part [high * wide] = 0                                                       the unit's registers
               for every 32 k in group, for pieces i of x and j of w with i + j < 3:
@@ -23,22 +26,32 @@ group has a scale and a minimum, and `x_sum` is the sum of x over the group:
 
 from dataclasses import dataclass
 from itertools import product as pairs_of
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from castiron.emitter.kernels.matmul.gemm import Gemm
 from castiron.emitter.kernels.matmul.tiles import Buffers, PanelTiles, even_share, even_tokens, panel_columns, panel_workgroups
 from castiron.emitter.kernels.matmul_spec import Matmul
-from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index
+from castiron.emitter.kernels.mlir.body import MATRIX_STACK_BYTES, Body, Index
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.matrix import ROW_BYTES, Block, Matrix
 from castiron.emitter.kernels.split_x import DEPTH, EXACT, tile_rows
 from castiron.emitter.kernels.weights.packing import LANES
-from castiron.emitter.kernels.weights.panel import BLOCK_BYTES, EXACT_COUNTS, Bf16CodePanel, Bf16Panel, Bf16SplitPanel
+from castiron.emitter.kernels.weights.panel import (
+    BLOCK_BYTES,
+    EXACT_COUNTS,
+    Bf16BlockPanel,
+    Bf16CodePanel,
+    Bf16Panel,
+    Bf16SplitPanel,
+)
 
-MIN_TOKENS = 4  # for fewer tokens the matrix unit is not faster
+MIN_TOKENS = 9  # for fewer tokens f32 is faster
+MIN_INT8_TOKENS = 32  # for fewer tokens int8 is faster, where it is allowed
 MAX_TOKENS = 128
 HIGH = 2  # of the unit's eight registers, four have sums, two x and two weights
 MAX_DEPTH = 512
+MAX_ROW_BLOCKS = 8
+X_BYTES = 24 << 10  # max bytes of x that are multiplied by a panel at a time; half of L1
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,7 @@ class GemmMatrixTiles(PanelTiles):
     """
 
     high: int
+    max_stack: ClassVar[int] = MATRIX_STACK_BYTES
 
     def units(self, matmul: Matmul) -> tuple[int, int]:
         return self.rows * self.high, DEPTH
@@ -60,30 +74,49 @@ class GemmMatrixTiles(PanelTiles):
 
     def fit(self, matmul: Matmul) -> bool:
         fits_unit = self.high * self.wide + self.high + self.wide <= 8
-        return self.rows == tile_rows(matmul.tokens) and fits_unit and super().fit(matmul)
+        block = matmul.format.block
+        fits_blocks = _panel_type(matmul) is not Bf16BlockPanel or block % self.depth == 0 or self.depth % block == 0
+        return self.rows == tile_rows(matmul.tokens) and fits_unit and fits_blocks and super().fit(matmul)
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        # Two by two accumulators, and the deepest panel that fits on the stack.
-        wide, row_blocks = panel_columns(matmul, True)
+        # Two by two accumulators, and a panel whose part of x fits in L1.
+        wide, _ = panel_columns(matmul, True)
         rows = tile_rows(matmul.tokens)
         high = HIGH if rows < matmul.tokens else 1
-        tokens = even_tokens(matmul.tokens, MAX_TOKENS, rows * high)
-        space = STACK_BYTES - cls(rows, wide, row_blocks, 0, tokens, high).stack_bytes(matmul)
-        steps = even_share(-(-matmul.in_features // DEPTH), min(MAX_DEPTH // DEPTH, space // _step_bytes(matmul, row_blocks)))
+        tokens, row_blocks = even_tokens(matmul.tokens, MAX_TOKENS, rows * high), _row_blocks(matmul, wide, threads)
+        x_step = ROW_BYTES * rows * high * (1 if matmul.numerics == "bf16_matrix" else EXACT)
+        space = cls.max_stack - cls(rows, wide, row_blocks, 0, tokens, high).stack_bytes(matmul)
+        limit = min(MAX_DEPTH // DEPTH, X_BYTES // x_step, space // _step_bytes(matmul, row_blocks))
+        total = -(-matmul.in_features // DEPTH)
+        if _panel_type(matmul) is Bf16BlockPanel:
+            total = matmul.format.block // DEPTH  # the panel is a part of a block, or one block
+        steps = even_share(total, limit)
         workgroups = panel_workgroups(matmul, row_blocks, tokens, threads)
         return cls(rows, wide, row_blocks, steps * DEPTH, tokens, high, workgroups=workgroups)
+
+
+def _row_blocks(matmul: Matmul, wide: int, threads: int) -> int:
+    # The more columns a panel has, the less often x is read, which may not fit in L2. But all threads need work.
+    blocks, unit = matmul.weight_shape[0], max(wide, matmul.blocks_per_result)
+    fitting = [n for n in range(unit, MAX_ROW_BLOCKS + 1, unit) if blocks % n == 0] or [unit]
+    load = {n: -(-blocks // (n * threads)) * n for n in fitting}  # row blocks of the busiest thread
+    return max(n for n in fitting if load[n] <= 1.03 * min(load.values()))
 
 
 def _panel_type(matmul: Matmul) -> type[Any]:
     if matmul.numerics == "bf16_matrix":
         return Bf16Panel
-    return Bf16CodePanel if matmul.format.quantised else Bf16SplitPanel
+    if not matmul.format.quantised:
+        return Bf16SplitPanel
+    return Bf16BlockPanel if Bf16BlockPanel.fits(matmul.format) else Bf16CodePanel
 
 
 def _step_bytes(matmul: Matmul, row_blocks: int) -> int:
     # Bytes of the panel for 32 elements of in_features.
     codec, kind = matmul.format, _panel_type(matmul)
+    if kind is Bf16BlockPanel:
+        return row_blocks * (2 * BLOCK_BYTES + 4 * LANES)
     if kind is Bf16CodePanel:
         return DEPTH // codec.group * row_blocks * (BLOCK_BYTES + 4 * LANES * (2 if codec.minimum else 1))
     return (EXACT_COUNTS[codec.name] if kind is Bf16SplitPanel else 1) * row_blocks * BLOCK_BYTES
@@ -104,7 +137,10 @@ class GemmMatrix(Gemm):
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemmMatrixTiles, buffers: Buffers):
         self.panel_type = _panel_type(matmul)
         super().__init__(b, matmul, isa, tiles, buffers)
-        self.parts, self.codes = b.stack(tiles.high * tiles.wide, tiles.rows, LANES), self.panel_type is Bf16CodePanel
+        self.parts = b.stack(tiles.high * tiles.wide, tiles.rows, LANES)
+        # Elements of k whose sums are added at once, times a scale unless weights are floats.
+        group, block = matmul.format.group, matmul.format.block
+        self.span = {Bf16CodePanel: group, Bf16BlockPanel: min(block, tiles.depth)}.get(self.panel_type)
         self.matrix = Matrix(b, isa, tiles.rows, self.parts)
         self.x_at, self.panel_at = b.address(buffers["x"]), b.address(self.panel.words)
         self.x_shape = matmul.operands()["x"].shape
@@ -118,19 +154,21 @@ class GemmMatrix(Gemm):
                 self._tiles(tile.index, b.add(before, tile.index), step, k, depth)
 
     def _tiles(self, at: Index, tile: Index, high: int, k: Index, depth: int) -> None:
-        b, group = self.b, self.matmul.format.group
+        b = self.b
         first_step = b.div(k, DEPTH)
-        with b.loop(0, self.tiles.row_blocks, self.tiles.wide) as block:
-            if self.codes:
-                with b.loop(0, depth // group) as step:
-                    x_step = b.add(first_step, b.div(step.index, DEPTH // group))
-                    parts = self._step(self._zeros(high), tile, x_step, step.index, block.index, high)
-                    self._add(parts, at, tile, block.index, high, (step.index, b.add(b.div(k, group), step.index)))
-            else:
-                with b.loop(0, -(-depth // DEPTH), carry=self._zeros(high)) as step:
-                    x_step = b.add(first_step, step.index)
-                    step.give(*self._step(step.values, tile, x_step, step.index, block.index, high))
-                self._add(step.results, at, tile, block.index, high)
+        row_blocks, wide = self.tiles.row_blocks, self.tiles.wide
+        with b.loop(0, row_blocks, wide) as block:
+            part = b.div(b.add(b.mul(b.div(at, self.tiles.high), row_blocks), block.index), wide)
+            self._prefetch_next(part, self.tiles.tokens // (self.tiles.rows * self.tiles.high) * (row_blocks // wide))
+            span = self.span or depth
+            with b.loop(0, depth // span) as group:
+                first = b.mul(group.index, span)
+                with b.loop(0, -(-span // DEPTH), carry=self._zeros(high)) as step:
+                    at_step = b.add(b.div(first, DEPTH), step.index)
+                    panel_step = group.index if self.panel_type is Bf16CodePanel else at_step
+                    step.give(*self._step(step.values, tile, b.add(first_step, at_step), panel_step, block.index, high))
+                of = (group.index, b.div(b.add(k, first), span)) if self.span else None
+                self._add(step.results, at, tile, block.index, high, of)
 
     def _zeros(self, high: int) -> list[Block]:
         return [self.matrix.zero(i) for i in range(high * self.tiles.wide)]

@@ -62,12 +62,14 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool, is_draft: bool = False)
         # VNNI multiplies four codes in one instruction. K-quants, which have more scales, and wider codes are not faster.
         is_faster = isa.dot == "vnni" and codec.code_bits == 4 and codec.group == codec.block
         return "int8" if is_draft and has_int8 and is_faster else "exact"
-    if isa.matrix and matmul.tokens >= gemm_matrix.MIN_TOKENS and (is_fast or codec.has_bf16_codes):
+    min_tokens = gemm_matrix.MIN_INT8_TOKENS if is_fast and has_int8 else gemm_matrix.MIN_TOKENS
+    if isa.matrix and matmul.tokens >= min_tokens and (is_fast or codec.has_bf16_codes):
         return "bf16_matrix" if is_fast else "bf16_split"
     if is_fast and has_int8:
         return "int8"
     # For few tokens, decoding weights into a panel of bf16 takes longer than it saves; bf16 weights are not decoded.
-    is_fast_in_bf16 = matmul.codec == "bf16" or matmul.tokens > small_batch.MAX_TOKENS
+    # CPUs with AMX multiply pairs of bf16 at half the speed of f32.
+    is_fast_in_bf16 = (matmul.codec == "bf16" and not isa.matrix) or matmul.tokens > small_batch.MAX_TOKENS
     return "bf16_pairs" if is_fast and isa.pairs and is_fast_in_bf16 else "exact"
 
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Self
+from typing import ClassVar, Self
 
 from castiron.emitter.kernels.epilogue import combine, with_operands
 from castiron.emitter.kernels.matmul_spec import Matmul
@@ -55,6 +55,7 @@ class PanelTiles(Tiles):
     row_blocks: number of 16-row blocks of the weight in a panel.
     depth: number of elements of in_features in a panel.
     tokens: number of tokens that are multiplied by one panel.
+    max_stack: max bytes of stack buffers.
     """
 
     rows: int
@@ -62,6 +63,8 @@ class PanelTiles(Tiles):
     row_blocks: int
     depth: int
     tokens: int
+
+    max_stack: ClassVar[int] = STACK_BYTES
 
     @abstractmethod
     def units(self, matmul: Matmul) -> tuple[int, int]:
@@ -74,7 +77,7 @@ class PanelTiles(Tiles):
     def fit(self, matmul: Matmul) -> bool:
         token_unit, depth_unit = self.units(matmul)
         return (
-            self.stack_bytes(matmul) <= STACK_BYTES
+            self.stack_bytes(matmul) <= self.max_stack
             and self.depth % depth_unit == 0
             and self.tokens % token_unit == 0
             and self.row_blocks % self.wide == 0

@@ -11,7 +11,8 @@ from functools import partialmethod
 from typing import TypeVar
 
 CACHE_LINE = 64  # bytes
-STACK_BYTES = 30 << 10  # max bytes of a kernel's stack buffers; IREE allows a kernel 32 KB
+STACK_BYTES = 30 << 10  # max bytes of a kernel's stack buffers; most of them should fit in L1
+MATRIX_STACK_BYTES = 240 << 10  # for matrix units, whose buffers should fit in L2; `vmfb.targets` allows a kernel 256 KB
 PARTS = 6  # workgroups per thread; from 8 on, IREE assigns 8 at a time to a thread
 
 
@@ -151,7 +152,7 @@ class Body:
         return self.constant(f"dense<{n}>", vector_type(width, "i32"))
 
     def stack(self, *shape: int, element: str = "f32") -> Ssa:
-        """Return a memref of a new stack buffer; all buffers together have at most STACK_BYTES."""
+        """Return a memref of a new stack buffer; all buffers of a kernel together have at most STACK_BYTES."""
         buffer = Ssa(self.name(), memref_type(shape, element))
         self._head.append(f"{buffer} = memref.alloca() alignment = 64 : {buffer.type}")
         return buffer

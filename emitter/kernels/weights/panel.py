@@ -8,7 +8,7 @@ minimum for each codec group. A bf16 panel has the block layout of `mlir.matrix`
 from castiron.emitter.codec import Codec
 from castiron.emitter.codecs import codec_of
 from castiron.emitter.kernels.mlir.bf16_pairs import cut, pieces
-from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
+from castiron.emitter.kernels.mlir.body import CACHE_LINE, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.split_x import DEPTH, PAIRS
 from castiron.emitter.kernels.weights.packing import LANES, layout
@@ -84,6 +84,22 @@ class BasePanel:
 
     def allocate(self, depth: int, columns: int) -> None:
         """Allocate the buffers of the panel on the stack."""
+
+    def prefetch(self, first_block: Index, k: Index, depth: int, part: Index, parts: int) -> None:
+        """Emit prefetches into L2 of one of `parts` equal parts of the bytes that `fill` reads.
+
+        The other arguments are those of `fill`.
+        """
+        b, record = self.b, self.records.layout
+        start, nbytes = b.mul(b.div(k, record.elements), record.size), -(-depth // record.elements) * record.size
+        if depth < record.elements:
+            start = b.add(start, b.mul(b.div(b.rem(k, record.elements), self.codec.group), record.group_bytes))
+            nbytes = record.codes + depth // self.codec.group * record.group_bytes
+        lines = -(-nbytes // (CACHE_LINE * parts))
+        first = b.add(start, b.mul(part, lines * CACHE_LINE))
+        for i in range(self.row_blocks):
+            for line in range(lines):
+                self.records.prefetch(b.add(first_block, i), 0, b.add(first, line * CACHE_LINE), near=False)
 
     def _allocate_sides(self, groups: int, columns: int) -> None:
         self.scales = self.b.stack(groups, columns)
@@ -232,6 +248,48 @@ class Bf16SplitPanel(Bf16Panel):
     def allocate(self, depth: int, columns: int) -> None:
         self.count = EXACT_COUNTS[self.codec.name]
         super().allocate(depth, columns)
+
+
+class Bf16BlockPanel(Bf16Panel):
+    """A panel of group scale * code, each split exactly into `count` bf16.
+
+    `scales`: f32 [blocks, columns], the scale d of each codec block. A panel may be part of a block.
+    """
+
+    minima = None
+
+    @staticmethod
+    def fits(codec: Codec) -> bool:
+        """Return whether the panel has fewer products and sums than a `Bf16CodePanel`."""
+        return codec.block > codec.group and not codec.minimum and (codec.group < DEPTH or layout(codec).scales is None)
+
+    def allocate(self, depth: int, columns: int) -> None:
+        # Scales and codes have at most 8 bits each.
+        self.count = 1 if self.records.layout.scales is None else 2
+        super().allocate(depth, columns)
+        self.scales = self.b.stack(-(-depth // self.codec.block), columns)
+
+    def fill(self, first_block: Index, k: Index, depth: int) -> None:
+        b, records, group, block = self.b, self.records, self.codec.group, self.codec.block
+        factors, offset = [float(factor) for factor in code_factors(self.codec)], -float(self.codec.offset)
+        with b.loop(0, self.row_blocks) as i:
+            for v in range(records.vectors):
+                with b.loop(0, -(-depth // block)) as n:
+                    record = b.add(b.div(k, block), n.index)
+                    d = records.d(b.add(first_block, i.index), record, v)
+                    b.vstore(d, self.scales, n.index, b.add(b.mul(i.index, LANES), v * self.lanes))
+            with b.loop(0, depth // group) as g:
+                at = self._group(first_block, k, i.index, g.index)
+                codes = records.group_codes(*at)
+                for v in range(records.vectors):
+                    scale = records.group_scale(*at, v)
+                    for j in range(0, group, 2):
+                        pair = [
+                            b.fma(codes.code(j + n, v), b.splat(factors[j + n], self.lanes), b.splat(offset, self.lanes))
+                            for n in range(2)
+                        ]
+                        low, high = pair if scale is None else (b.mulf(each, scale) for each in pair)
+                        self._store(i.index, b.add(b.mul(g.index, group // 2), j // 2), v, pieces(b, low, high, self.count))
 
 
 class Bf16CodePanel(BasePanel):

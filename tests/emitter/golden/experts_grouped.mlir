@@ -1,5 +1,5 @@
 // castiron emit --kernel experts --shape 2x16x64 --codec bf16 --tokens 9 --isa avx2 --threads 2
-// 1820 lines, sha256 8c442d7d17300a15a4266cf81f1b88781222bb2225e2dd0a109adb80fec5c094
+// 1870 lines, sha256 05e0c64891c6c3ac7b548065d6bf0b46714c911aeabebf9a9ee1cd30f3084496
                     %103:8 = scf.for %94 = %c0 to %c15 step %c12 iter_args(%95 = %c14, %96 = %c14, %97 = %c14, %98 = %c14, %99 = %c14, %100 = %c14, %101 = %c14, %102 = %c14) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
                       %104 = arith.addi %79, %c4 : index
                       memref.prefetch %m1[%104, %94, %c0], read, locality<3>, data : memref<2x32x64xi8>
