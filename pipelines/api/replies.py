@@ -93,8 +93,7 @@ class ChoicesReply(Reply):
     has_token_ids = False
 
     @abstractmethod
-    def choice(self, index: int, delta: Delta, end: Finished) -> dict:
-        ...
+    def choice(self, index: int, delta: Delta, end: Finished) -> dict: ...
 
     @abstractmethod
     def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:

@@ -35,8 +35,7 @@ class Constraint(Protocol):
         """Return an independent constraint in the same state."""
         ...
 
-    def allows(self, token: int) -> bool:
-        ...
+    def allows(self, token: int) -> bool: ...
 
     def masked(self, logits: np.ndarray) -> np.ndarray:
         """Return `logits` with minus infinity for forbidden tokens.

@@ -51,8 +51,7 @@ class RepetitionDetector:
         return bool((self._runs >= self._needed).any())
 
 
-class Event:
-    ...
+class Event: ...
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,7 @@ class Output(Protocol):
         """Whether the request must end now, for example because of a stop string."""
         ...
 
-    def add(self, token: Token) -> list[Event]:
-        ...
+    def add(self, token: Token) -> list[Event]: ...
 
     def finish(self, end: Finished, last: Token | None) -> list[Event]:
         """Return the last events of the request; the very last is `end` or a changed copy of it.

@@ -194,7 +194,10 @@ DAMAGE: list[tuple[Callable[[Module, Graph], object], str]] = [
     (lambda m, f: setattr(f, "storage", {2: f.outputs[2]}), "output 2 cannot reuse the buffer of ''"),
     (storage_twice, "two outputs reuse the buffer of one input"),
     (lambda m, f: setattr(f, "output_names", f.output_names[:1]), "outputs have the names"),
-    (lambda m, f: setattr(f, "output_names", ("a", "b", "a")), "3 outputs have the names a, b, a; give each output its own name"),
+    (
+        lambda m, f: setattr(f, "output_names", ("a", "b", "a")),
+        "3 outputs have the names a, b, a; give each output its own name",
+    ),
     (lambda m, f: f.returns(), "it has no outputs; return at least one value"),
     (lambda m, f: setattr(f.inputs[1], "name", f.inputs[0].name), "two inputs have the name"),
     (lambda m, f: setattr(op_of(f, "convert"), "kind", "rms_norm"), "rms_norm in model.embed_tokens: unknown operation"),

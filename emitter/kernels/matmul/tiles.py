@@ -39,12 +39,10 @@ class Tiles(ABC):
 
     @classmethod
     @abstractmethod
-    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        ...
+    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self: ...
 
     @abstractmethod
-    def fit(self, matmul: Matmul) -> bool:
-        ...
+    def fit(self, matmul: Matmul) -> bool: ...
 
 
 @dataclass(frozen=True)
