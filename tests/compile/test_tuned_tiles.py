@@ -82,8 +82,8 @@ def test_compilation_uses_tiles_of_its_own_key_only(checkpoint, tmp_path, compil
     compile_model(checkpoint, tmp_path / "out", OPTIONS)
     store.add_findings([finding(matmul, key)])
     report = compile_model(checkpoint, tmp_path / "out", OPTIONS)
-    tiles = read_tiles(matmul, other_tiles(matmul)).name
-    assert not report.up_to_date and tiles not in compiled[0] and tiles in compiled[1]
+    kernel = f"{matmul.name}_{HOST.isa}_{read_tiles(matmul, other_tiles(matmul)).name}"
+    assert not report.up_to_date and kernel not in compiled[0] and kernel in compiled[1]
 
 
 def test_the_tiles_decide_whether_a_bundle_is_up_to_date(checkpoint, tmp_path, compiled):
