@@ -15,6 +15,8 @@ Patterns, for T tokens:
 - for GPUs also:
   - y + norm(x) and y + experts(x) become norm and experts with a residual;
   - an RMS norm that experts use becomes a part of them;
+  - a norm of each head of v becomes a part of `fused_attention`;
+  - layers that share keys and values get copies of their norms and rotation (see `shared_heads`);
   - gate and up of a GLU and other linear layers with the same input become one matmul;
   - factors of the input of linear layers move to the result (see `factors`);
   - an RMS norm of one short row becomes StableHLO if its result is only reshaped.
@@ -52,6 +54,7 @@ from castiron.emitter.ir import Graph, Op, Value, users
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.epilogue import ACTIVATIONS
 from castiron.emitter.lowering.factors import with_factors_after
+from castiron.emitter.lowering.shared_heads import with_own_heads
 from castiron.emitter.types import F32, TensorType
 
 # The longest row whose RMS norm a GPU computes again for each of its elements.
@@ -103,11 +106,11 @@ def fuse(function: Graph, norm_limit: int, norm_tokens: int = 1, gpu: bool = Fal
     tokens. gpu: whether to fuse the patterns for GPUs too.
     """
     if gpu:
-        function = with_factors_after(function)
+        function = with_own_heads(with_factors_after(function))
     graph = _Uses(function)
     for op in function.ops:
         if op.kind == "attention":
-            graph.replaced[op] = _fused_attention(graph, op, _heads(graph, op))
+            graph.replaced[op] = _fused_attention(graph, op, _heads(graph, op, gpu))
         elif op.kind == "multiply":
             _glu(graph, op, apart=gpu and op.results[0].shape[0] <= norm_tokens)
             _gated_norm(graph, op)
@@ -180,7 +183,7 @@ def _fused_attention(graph: _Uses, op: Op, heads: _Heads) -> list[Op]:
     return [*made, Op("fused_attention", operands, op.results, attrs, op.path)]
 
 
-def _heads(graph: _Uses, op: Op) -> _Heads:
+def _heads(graph: _Uses, op: Op, gpu: bool) -> _Heads:
     (_, count, head_dim), kv_heads = op.operands[0].shape, op.operands[1].shape[1]
     unfused = _Heads(list(op.operands[:3]), HeadLayout(count, kv_heads, head_dim, None))
     chains = _chain(graph, op.operands[0]), _chain(graph, op.operands[1])
@@ -190,7 +193,8 @@ def _heads(graph: _Uses, op: Op) -> _Heads:
             break
         shared += 1
     kinds = [o.kind for o in chains[0][:shared]]
-    v = graph.only(op.operands[2], "reshape")
+    v_norm = graph.only(op.operands[2], "rms_norm") if gpu else None
+    v = graph.only(v_norm.operands[0] if v_norm else op.operands[2], "reshape")
     if "reshape" not in kinds or v is None:
         return unfused
     ends = (chains[0][shared - 1], chains[1][shared - 1], v)
@@ -201,7 +205,10 @@ def _heads(graph: _Uses, op: Op) -> _Heads:
         for rope, source in ((chains[0][0], sources[0]), (chains[1][0], sources[1])):
             reordered += _apart(graph, graph.producer[source], (rope.results[0].shape[1], rope.attrs["rotary_dim"]))
     heads = _Heads(_stacks(graph, sources), unfused.layout, reordered)
-    graph.absorbed.add(v)
+    graph.absorbed.update(op for op in (v, v_norm) if op)
+    if v_norm:
+        heads.prepared["v_norm"] = v_norm.operands[1]
+        heads.layout = replace(heads.layout, v_norm=v_norm.attrs["eps"])
     for q_op, k_op in zip(chains[0][:shared], chains[1]):
         graph.absorbed.update((q_op, k_op))
         if q_op.kind == "rope":

@@ -28,7 +28,7 @@ from castiron.emitter.lowering.gpu_fusion import fuse_kernels
 from castiron.emitter.types import F32, I32, TensorType
 
 # The largest heads: latent attention (DeepSeek), and heads with a norm (Gemma 4).
-LATENT, NORMED = HeadLayout(16, 1, 576, None), HeadLayout(8, 2, 512, 512, 1e-6)
+LATENT, NORMED = HeadLayout(16, 1, 576, None), HeadLayout(8, 2, 512, 512, 1e-6, v_norm=1e-6)
 LARGEST = {
     **{
         f"attention-{layout.head_dim}-{tokens.kind}": attention(

@@ -105,7 +105,7 @@ def test_gated_units_experts_and_odd_sizes(tmp_path):
 
 
 HEADS = HeadLayout(6, 2, 64, 64)
-NORMED, ROW_NORMED = HeadLayout(4, 2, 20, 10, 1e-6), HeadLayout(4, 4, 128, None, 1e-6, True)
+NORMED, ROW_NORMED = HeadLayout(4, 2, 20, 10, 1e-6, v_norm=1e-5), HeadLayout(4, 4, 128, None, 1e-6, True, v_norm=1e-6)
 CHUNK, BATCH, ONE = DecodeTokens("chunk", 7), DecodeTokens("batch", 3), DecodeTokens()
 # (rows of a ring or None, layout, scores, tokens, position or positions, tokens that are not padding)
 ATTENTIONS = [
@@ -113,7 +113,7 @@ ATTENTIONS = [
     (None, HEADS, Scores(0.125), ONE, 0, None),
     (None, NORMED, Scores(0.2, window=8, softcap=20.0, sinks=True), ONE, 70, None),
     (40, ROW_NORMED, Scores(0.125, window=33), ONE, 90, None),
-    (None, HeadLayout(2, 1, 256, 256), Scores(0.06, sinks=True), ONE, 99, None),
+    (None, HeadLayout(2, 1, 256, 256, v_norm=1e-6), Scores(0.06, sinks=True), ONE, 99, None),
     (None, HEADS, Scores(0.125), BATCH, (5, -1, 64), None),
     (None, HEADS, Scores(0.125), CHUNK, 50, 5),
     (40, HEADS, Scores(0.125, window=30), CHUNK, 50, 7),

@@ -31,6 +31,7 @@ class HeadLayout:
     qk_norm: epsilon of the RMS norm of q and k; None for no norm.
     qk_norm_row: True for one norm over all heads of q and one over all heads of k, False for a
         separate norm of each head.
+    v_norm: epsilon of the RMS norm of each head of v, on GPUs only (Gemma 4); None for no norm.
     """
 
     heads: int
@@ -39,6 +40,7 @@ class HeadLayout:
     rotary_dim: int | None
     qk_norm: float | None = None
     qk_norm_row: bool = False
+    v_norm: float | None = None
 
     @property
     def group(self) -> int:
@@ -62,14 +64,16 @@ class HeadLayout:
             parts.append(f"rope{self.rotary_dim}")
         if self.qk_norm is not None:
             parts.append(f"{'rownorm' if self.qk_norm_row else 'qknorm'}{number(self.qk_norm)}")
+        if self.v_norm is not None:
+            parts.append(f"vnorm{number(self.v_norm)}")
         return "_".join(parts)
 
     def operands(self, context: int) -> dict[str, TensorType]:
         """Return the types of the operands that norm and rotation of q and k need, by name.
 
         cos, sin: f32 [context, rotary_dim / 2], if there is rotary embedding.
-        q_norm, k_norm: weights of the norms, if there are norms. A norm over a head has the shape
-            f32 [head_dim], a norm over a complete row f32 [heads * head_dim] or [kv_heads *
+        q_norm, k_norm, v_norm: weights of the norms, if there are norms. A norm over a head has the
+            shape f32 [head_dim], a norm over a complete row f32 [heads * head_dim] or [kv_heads *
             head_dim].
         """
         types: dict[str, TensorType] = {}
@@ -78,6 +82,8 @@ class HeadLayout:
         if self.qk_norm is not None:
             heads = (self.heads, self.kv_heads) if self.qk_norm_row else (1, 1)
             types |= {f"{kind}_norm": TensorType((n * self.head_dim,), F32) for kind, n in zip("qk", heads, strict=True)}
+        if self.v_norm is not None:
+            types["v_norm"] = TensorType((self.head_dim,), F32)
         return types
 
 
@@ -174,7 +180,8 @@ def prepared_heads(
             return x
         return rotated(x, given["cos"][positions], given["sin"][positions], layout.rotary_dim)
 
-    return prepared("q", q), prepared("k", k), v.reshape(T, -1, hd)
+    v = v.reshape(T, -1, hd)
+    return prepared("q", q), prepared("k", k), v if layout.v_norm is None else rms_normed(v, given["v_norm"], layout.v_norm)
 
 
 def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, rotary_dim: int) -> np.ndarray:

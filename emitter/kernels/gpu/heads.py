@@ -1,4 +1,4 @@
-"""Prepare query and key heads on a GPU: RMS norm and rotary embedding (`attention.heads`)."""
+"""Prepare heads for attention on a GPU: RMS norm and rotary embedding (`attention.heads`)."""
 
 from __future__ import annotations
 
@@ -50,19 +50,21 @@ class Head:
 def prepare(
     b: GpuBody, thread: Ssa, layout: HeadLayout, rows: Rows, heads: Sequence[tuple[Head, Ssa]], given: Mapping[str, Ssa]
 ) -> None:
-    """Emit code that reads heads, normalises and rotates those of q and k, and stores all of them.
+    """Emit code that reads heads, normalises them, rotates those of q and k, and stores all of them.
 
     heads: each as (head, shared memref f32 [head_dim] for the result). given: memrefs of the
     kernel's operands by name. After the code, all threads see the results.
     """
     hd, inverses = layout.head_dim, {}
-    if layout.qk_norm is not None:
-        normed = [head for head, _ in heads if head.kind != "v"]
+    epsilons = {"q": layout.qk_norm, "k": layout.qk_norm, "v": layout.v_norm}
+    normed = [head for head, _ in heads if epsilons[head.kind] is not None]
+    if normed:
         totals = []
         for head in normed:
             name, first = rows.find(layout, head.kind)
-            count = (layout.heads if head.kind == "q" else layout.kv_heads) * hd if layout.qk_norm_row else hd
-            start = first if layout.qk_norm_row else b.add(b.mul(head.index, hd), first)
+            is_row = layout.qk_norm_row and head.kind != "v"
+            count = (layout.heads if head.kind == "q" else layout.kv_heads) * hd if is_row else hd
+            start = first if is_row else b.add(b.mul(head.index, hd), first)
             with b.strided(thread, count, [b.f32(0.0)]) as d:
                 x = b.load(given[name], head.token, b.add(start, d.index))
                 d.give(b.fma(x, x, d.values[0]))
@@ -70,7 +72,7 @@ def prepare(
         sums, low = b.sums(thread, [total for total, _ in totals], b.threads)
         for i, (head, (_, count)) in enumerate(zip(normed, totals)):
             mean = b.divf(b.load(sums, low + i), b.f32(count))
-            inverses[head] = b.divf(b.f32(1.0), b.math("sqrt", b.addf(mean, b.f32(layout.qk_norm))))
+            inverses[head] = b.divf(b.f32(1.0), b.math("sqrt", b.addf(mean, b.f32(epsilons[head.kind] or 0.0))))
     with b.strided(thread, hd) as d:
         for head, target in heads:
             b.store(_element(b, layout, rows, head, d.index, inverses.get(head), given), target, d.index)
@@ -87,7 +89,8 @@ def _element(
         x = b.load(given[name], head.token, b.add(b.add(start, d), first))
         if inverse is None:
             return x
-        weight = b.load(given[f"{head.kind}_norm"], b.add(start, d) if layout.qk_norm_row else d)
+        is_row = layout.qk_norm_row and head.kind != "v"
+        weight = b.load(given[f"{head.kind}_norm"], b.add(start, d) if is_row else d)
         return b.mulf(b.mulf(x, inverse), weight)
 
     x = read(d)
