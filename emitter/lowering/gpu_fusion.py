@@ -4,6 +4,8 @@
   also multiplies each head's result by a matrix (`FinishedHead`).
 - A kernel computes an operand itself instead of loading it, if that is cheap (`Computed`).
 - One more kernel computes the other operands that are results of StableHLO operations.
+- A tensor that is not cheap and of which several slices are used is computed once, by a kernel of
+  its own.
 - Two kernels of a layer that do not depend on each other become one dispatch.
 
 All other operations stay StableHLO.
@@ -96,6 +98,8 @@ class _Function:
 def fuse_kernels(graph: Graph) -> Graph:
     """Return a function with the same results and fewer dispatches."""
     f, ops = _Function(graph), list[Op]()
+    sliced = _sliced(f)
+    f.stored |= {value: value for value in sliced}
     continued = _continued(f)
     moved = {root: op for op, root in continued.items()}
     for op in graph.ops:
@@ -105,8 +109,15 @@ def fuse_kernels(graph: Graph) -> Graph:
         elif op.results and op.results[0] in moved:
             ops += _rewritten(f, moved[op.results[0]], op.results[0])
         elif op not in continued:
-            ops.append(op)
+            ops += [*_separate(f, op, [value for value in op.results if value in sliced]), op]
     return replace(graph, ops=_side_by_side(_live(ops, graph.outputs)))
+
+
+def _sliced(f: _Function) -> set[Value]:
+    """Return the tensors that a kernel of their own computes, because several slices are used."""
+    slices = {value: [user for user in users if user.kind == "slice"] for value, users in f.users.items()}
+    many = [value for value, users in slices.items() if len(users) > 1 and value in f.producer]
+    return {value for value in many if is_supported(f.producer[value]) and not f.is_cheap(value)}
 
 
 def _live(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
