@@ -7,6 +7,7 @@
 - A tensor that is not cheap and of which several slices are used is computed once, by a kernel of
   its own.
 - Two kernels of a layer that do not depend on each other become one dispatch.
+- A small matmul of few rows computes the norm before it in each workgroup (`with_rows`).
 
 All other operations stay StableHLO.
 """
@@ -19,7 +20,7 @@ from math import prod
 
 from castiron.emitter.ir import Graph, Op, Value
 from castiron.emitter.kernels.gpu.expression import ELEMENTWISE, Expression, is_supported
-from castiron.emitter.kernels.gpu.fused import beside, fused, pointwise
+from castiron.emitter.kernels.gpu.fused import beside, fused, pointwise, with_rows
 from castiron.emitter.kernels.gpu.gpu_body import SHARED_BYTES
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.types import F32
@@ -28,6 +29,7 @@ MAX_LOADS = 16  # max loads of an expression that is computed again for each use
 MAX_LOADS_RARE = 1024  # max loads of an expression of which each element is used at most twice
 MAX_SUM = 16  # max terms of a sum in such an expression
 MAX_OPERANDS = 16  # max operands and results of a kernel
+MAX_REPEATS = 1 << 21  # max elements of rows that the workgroups of a kernel compute, each workgroup all of them
 NEAR = 16  # max number of operations between kernels that become one dispatch
 
 
@@ -110,7 +112,7 @@ def fuse_kernels(graph: Graph) -> Graph:
             ops += _rewritten(f, moved[op.results[0]], op.results[0])
         elif op not in continued:
             ops += [*_separate(f, op, [value for value in op.results if value in sliced]), op]
-    return replace(graph, ops=_side_by_side(_live(ops, graph.outputs)))
+    return replace(graph, ops=_rows_inside(_side_by_side(_live(ops, graph.outputs)), graph.outputs))
 
 
 def _sliced(f: _Function) -> set[Value]:
@@ -289,3 +291,35 @@ def _beside(first: Op, second: Op) -> Op | None:
     operands = *first.operands, *(x for name, x in zip(b.tensors, second.operands) if name not in shared)
     indices = {f"{prefix}_{name}": i for prefix, op in zip("ab", (first, second)) for name, i in op.attrs["indices"].items()}
     return Op("kernel", operands, (*first.results, *second.results), {"kernel": kernel, "indices": indices}, second.path)
+
+
+def _rows_inside(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
+    """Move each kernel with `read_row` into the first kernel that uses its result, if that is cheap."""
+    found = list(ops)
+    for op in ops:
+        kernel = op.attrs.get("kernel")
+        users = [user for user in found if op.results and op.results[0] in user.operands]
+        if not isinstance(kernel, GpuKernel) or kernel.read_row is None or not users:
+            continue
+        first, last = found.index(op), found.index(users[0])
+        changed = {value for other in found[first : last + 1] for value in _overwritten(other)}
+        is_stored = len(users) > 1 or op.results[0] in outputs
+        both = None if changed & {*op.operands} else _with_rows(op, users[0], is_stored)
+        if both is not None:
+            found[last] = both
+            found.remove(op)
+    return found
+
+
+def _with_rows(op: Op, user: Op, is_stored: bool) -> Op | None:
+    """Return a call of the kernel of `user` that also computes `op`, or None if that is not cheap."""
+    rows, kernel = op.attrs["kernel"], user.attrs.get("kernel")
+    if not isinstance(kernel, GpuKernel) or kernel.workgroups * op.results[0].type.elements > MAX_REPEATS:
+        return None
+    names = [name for name, x in zip(kernel.tensors, user.operands) if x is op.results[0]]
+    new = with_rows(kernel, names, rows, is_stored)
+    bindings = len(new.tensors) + len(new.results) - len(new.in_place)
+    if not {*names} <= {*kernel.reads_rows} or bindings > MAX_OPERANDS or new.shared_bytes > SHARED_BYTES:
+        return None
+    operands = *(x for x in user.operands if x is not op.results[0]), *op.operands
+    return Op("kernel", operands, (*user.results, *op.results[:is_stored]), {**user.attrs, "kernel": new}, user.path)

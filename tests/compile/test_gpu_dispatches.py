@@ -30,11 +30,11 @@ GEMMA = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
-# The max number of dispatches of a layer in decoding, and the families with layers that take more.
+# The max number of dispatches of a layer in decoding, and families of which all layers take fewer.
 LIMIT = 8
-MORE = {"gemma4_text": 12}
+FEWER = {"gemma4_text": 7, "gpt2": 5}
 # Dispatches of a layer in decoding.
-MODELS = {"llama": (LLAMA, 5), "gemma2": (GEMMA, 7), "mixtral": (MIXTRAL, 7)}
+MODELS = {"llama": (LLAMA, 5), "gemma2": (GEMMA, 5), "mixtral": (MIXTRAL, 7)}
 
 
 @cache
@@ -73,7 +73,7 @@ def test_a_layer_of_any_family_takes_few_dispatches(family, tmp_path):
     kernels = [op for op in module.functions["decode_step"].ops if op.kind == "kernel"]
     layers = [re.search(r"\b(?:layers|h)\.(\d+)", op.path) for op in kernels]
     counts = Counter(found[1] for found in layers if found)
-    assert len(counts) > 2 and max(counts.values()) <= MORE.get(family, LIMIT), counts
+    assert len(counts) > 2 and max(counts.values()) <= FEWER.get(family, LIMIT), counts
     # IREE adds no dispatch of its own to a layer, but one to an embedding that is a sum.
     compile_mlir(print_module(module), resolve("vulkan"), tmp_path / "flow.mlir", extra_flags=("--compile-to=flow",))
     formed = len(dispatches((tmp_path / "flow.mlir").read_text(), "decode_step"))

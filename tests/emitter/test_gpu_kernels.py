@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from castiron.emitter import ops
-from castiron.emitter.ir import Module, current_function
+from castiron.emitter.ir import Module, Op, Value, current_function
 from castiron.emitter.kernels.attention.decode import DecodeTokens
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.rows import Caches
@@ -21,9 +21,11 @@ from castiron.emitter.kernels.gpu.gpu_body import MAX_GRID, SHARED_BYTES, grid
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.kernels.gpu.heads import Rows
 from castiron.emitter.kernels.gpu.matvec import MAX_TOKENS, matvec
+from castiron.emitter.kernels.gpu.norm import norm
 from castiron.emitter.kernels.gpu.route import route
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kv_cache import CACHES
+from castiron.emitter.lowering import gpu_fusion
 from castiron.emitter.lowering.gpu_fusion import fuse_kernels
 from castiron.emitter.types import F32, I32, TensorType
 
@@ -115,3 +117,62 @@ def test_a_kernel_that_overwrites_an_operand_of_a_kernel_does_not_run_beside_it(
             results |= {f"{name}_of_{i}": value for name, value in found.items()}
         current_function().returns(**results)
     assert len(results_by_dispatch(module)) == (2 if same_cache else 1)
+
+
+def test_a_tensor_with_two_slices_gets_its_own_kernel():
+    module, kernel = Module("sliced"), matvec(Matmul("f32", 1, 24, 24))
+    with module.function("f", x=TensorType((2, 24, 40), F32), weight=TensorType((24, 24), I32)) as (x, weight):
+        sums, parts = ops.reduce("add", ops.multiply(x, x), (2,)), []
+        for i in range(2):
+            parts.append(ops.kernel_call(kernel, x=ops.slice_(sums, (i, 0), (i + 1, 24)), weight=weight)["y"])
+        current_function().returns(first=parts[0], second=parts[1])
+    assert results_by_dispatch(module) == [["y0"], ["a_y", "b_y"]]
+
+
+def norm_and_matmul(tokens: int = 1, **residual: str) -> tuple[Module, GpuKernel, GpuKernel]:
+    """Return a function with the results y, a norm of x, and z, a matmul of y; and their kernels.
+
+    residual: the residual of the matmul, "x" or "y".
+    """
+    matmul = matvec(Matmul("f32", tokens, 24, 24, rms_eps=1e-5, residual=bool(residual)))
+    normed, module, rows = norm("rms_norm", tokens, 24, 1e-6, residual=True), Module("norm"), TensorType((tokens, 24), F32)
+    types = {"x": rows, "weight": TensorType((24,), F32), "matrix": TensorType((24, 24), I32), "other": rows}
+    with module.function("f", **types) as (x, weight, matrix, other):
+        y = ops.kernel_call(normed, x=x, weight=weight, residual=other)["y"]
+        more = {name: {"x": x, "y": y}[of] for name, of in residual.items()}
+        z = ops.kernel_call(matmul, x=y, norm=weight, weight=matrix, **more)["y"]
+        current_function().returns(z=z)
+    return module, normed, matmul
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("used_again", [False, True])
+def test_a_matmul_computes_the_norm_before_it(tokens, used_again):
+    module, normed, matmul = norm_and_matmul(tokens)
+    function = module.functions["f"]
+    if used_again:
+        function.outputs = (*function.outputs, function.ops[0].results[0])
+    (fused,) = [op.attrs["kernel"] for op in fuse_kernels(function).ops]
+    rng = np.random.default_rng(3)
+    given = {name: rng.normal(size=t.shape).astype(np.float32) for name, t in fused.tensors.items()}
+    given["weight"] = given["weight"].view(np.int32)
+    y = normed.reference(**{name: given[f"rows_{name}"] for name in normed.tensors})["y"]
+    found, wanted = fused.reference(**given), matmul.reference(x=y, norm=given["norm"], weight=given["weight"])
+    assert list(found) == (["y", "rows"] if used_again else ["y"])
+    np.testing.assert_allclose(found["y"], wanted["y"], rtol=1e-6)
+    assert not used_again or (found["rows"] == y).all()
+
+
+@pytest.mark.parametrize("case", ["residual", "costly", "overwritten"])
+def test_a_norm_stays_a_kernel_if_the_matmul_cannot_compute_it_cheaply(case, monkeypatch):
+    module, *_ = norm_and_matmul(**({"residual": "y"} if case == "residual" else {}))
+    function = module.functions["f"]
+    if case == "costly":
+        monkeypatch.setattr(gpu_fusion, "MAX_REPEATS", 23)
+    if case == "overwritten":
+        other = function.ops[0].operands[2]
+        kernel = GpuKernel("overwrite", {"x": other.type}, {"y": other.type}, 1, lambda b, x: None, dict, in_place={"y": "x"})
+        changed = Op("kernel", (other,), (Value(other.type),), {"kernel": kernel, "indices": {}}, "")
+        function.ops.insert(1, changed)
+        function.outputs = (*function.outputs, *changed.results)
+    assert results_by_dispatch(module) == [["y"], ["a_y", "b_y"] if case == "overwritten" else ["y"]]

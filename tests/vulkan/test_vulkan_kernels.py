@@ -250,6 +250,35 @@ def test_operations_that_kernels_compute(tmp_path):
         check(run, kernel, given)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_matmuls_that_compute_the_norm_before_them(tokens, tmp_path):
+    """One matmul, whose result continues and whose norm is used again, and two side by side."""
+    module, hidden = Module("norms"), 300
+    first = norm("rms_norm", tokens, hidden, 1e-6, residual=True)
+    second = norm("layer_norm", tokens, 70, 1e-5, bias=True)
+    small, wide, other = (Matmul("f32", tokens, out, size) for out, size in ((70, hidden), (200, 70), (31, 70)))
+    types = {
+        **first.tensors, "scale": TensorType((tokens, hidden), F32), "small": matvec(small).tensors["weight"],
+        "second": TensorType((70,), F32), "bias": TensorType((70,), F32),
+        "wide": matvec(wide).tensors["weight"], "other": matvec(other).tensors["weight"],
+    }  # fmt: skip
+    with module.function("f", **types) as values:
+        given = dict(zip(types, values))
+        y = ops.kernel_call(first, **{name: given[name] for name in first.tensors})["y"]
+        y = ops.multiply(y, given["scale"])
+        x = ops.abs_(ops.kernel_call(matvec(small), x=y, weight=given["small"])["y"])
+        x = ops.kernel_call(second, x=x, weight=given["second"], bias=given["bias"])["y"]
+        parts = {m: ops.kernel_call(matvec(by), x=x, weight=given[m])["y"] for m, by in (("wide", wide), ("other", other))}
+        current_function().returns(y=y, **parts)
+    kernels = [op.attrs["kernel"] for op in fuse_kernels(module.functions["f"]).ops]
+    assert [list(kernel.results) for kernel in kernels] == [["y", "rows"], ["a_y", "b_y"]]
+    run, rng = GpuRunner(kernels, tmp_path), np.random.default_rng(9)
+    for kernel, inner in zip(kernels, (hidden, 70)):
+        numbers = {name: rng.normal(size=t.shape).astype(np.float32) for name, t in kernel.tensors.items()}
+        words = {name: weight_words("f32", t.shape[0], inner, rng) for name, t in kernel.tensors.items() if t.dtype is I32}
+        check(run, kernel, numbers | words)
+
+
 @pytest.mark.parametrize("batch", [False, True])
 def test_recurrent_layers(batch, tmp_path):
     count = 4

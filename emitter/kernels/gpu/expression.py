@@ -89,6 +89,12 @@ class Expression:
         attrs = {key: part.tobytes() if isinstance(part, np.ndarray) else part for key, part in op.attrs.items()}
         return f"{op.kind}{sorted(attrs.items())}:{value.type}({', '.join(map(self._text, op.operands))})"
 
+    def element(
+        self, b: GpuBody, given: Mapping[str, Any], index: Sequence[Index], hole: Ssa | FinishedHead | None = None
+    ) -> Ssa:
+        """Emit code that computes an element; given: memrefs by name; hole: as in `_Elements`."""
+        return _Elements(b, self, given, hole).at(self.root, index)
+
     def array(self, given: Mapping[str, np.ndarray], hole: np.ndarray | None = None) -> np.ndarray:
         """Compute the tensor in NumPy, in f64; given: the operands by name."""
         return _array(self, self.root, given, hole)
@@ -110,7 +116,7 @@ class Computed:
         return memref_type(root.shape, root.dtype.name)
 
     def load(self, b: GpuBody, *index: Index) -> Ssa:
-        return _Elements(b, self.expression, self.given).at(self.expression.root, index)
+        return self.expression.element(b, self.given, index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +135,7 @@ class Finished:
         return self.target.type
 
     def store(self, b: GpuBody, value: Ssa, *index: Index) -> None:
-        elements = _Elements(b, self.expression, self.given, value)
-        b.store(elements.at(self.expression.root, index), self.target, *index)
+        b.store(self.expression.element(b, self.given, index, value), self.target, *index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +170,23 @@ class FinishedHead:
         root = self.expression.root
         with b.strided(b.thread(), root.shape[1] // heads) as item:
             index = self.token, b.add(b.mul(self.head, root.shape[1] // heads), item.index)
-            b.store(_Elements(b, self.expression, self.given, self).at(root, index), self.target, *index)
+            b.store(self.expression.element(b, self.given, index, self), self.target, *index)
+
+
+@dataclass(frozen=True)
+class ComputedRows:
+    """An operand of a kernel whose rows are computed where they are loaded.
+
+    rows: a function for each row that emits code of an element, from `GpuKernel.read_row`.
+    """
+
+    type: Type
+    rows: Sequence[Callable[[Index], Ssa]]
+
+    def load(self, b: GpuBody, *index: Index) -> Ssa:
+        row, element = index
+        assert isinstance(row, int), "the operand is in `reads_rows`"
+        return self.rows[row](element)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from castiron.emitter.ir import Value
-from castiron.emitter.kernels.gpu.expression import Computed, Expression, Finished, FinishedHead
+from castiron.emitter.kernels.gpu.expression import Computed, ComputedRows, Expression, Finished, FinishedHead
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
-from castiron.emitter.kernels.mlir.body import Ssa
+from castiron.emitter.kernels.mlir.body import Index, Ssa, memref_type
 from castiron.emitter.types import TensorType
 
 THREADS = 64
@@ -35,9 +35,12 @@ def fused(
     results = dict(kernel.results) | ({result: output.root.type} if output else {})
     keys = [*(f"{name}={e.key()}" for name, e in inputs.items()), *([output.key()] if output else [])]
 
+    def arguments_of(given: Mapping[str, Ssa]) -> dict[str, Any]:
+        own = {name: x for name, x in given.items() if name not in more}
+        return own | {name: Computed(e, given) for name, e in inputs.items()}
+
     def write(b: GpuBody, **given: Ssa) -> None:
-        arguments: dict[str, Any] = {name: x for name, x in given.items() if name not in more}
-        arguments |= {name: Computed(e, given) for name, e in inputs.items()}
+        arguments = arguments_of(given)
         if output and kernel.heads:
             token, head = b.div(b.workgroup(), kernel.heads), b.rem(b.workgroup(), kernel.heads)
             row = b.shared(kernel.results[result].shape[1] // kernel.heads)
@@ -47,6 +50,11 @@ def fused(
         kernel.write(b, **arguments)
         if output and kernel.heads:
             arguments[result].finish(b, kernel.heads)
+
+    def read_row(b: GpuBody, row: Index, **given: Ssa) -> Callable[[Index], Ssa]:
+        assert kernel.read_row is not None
+        element = kernel.read_row(b, row, **arguments_of(given))
+        return (lambda d: output.element(b, given, (row, d), element(d))) if output else element
 
     def reference(**given: Any) -> Mapping[str, np.ndarray]:
         own = given | {name: np.asarray(_typed(e, e.array(given))) for name, e in inputs.items()}
@@ -63,6 +71,48 @@ def fused(
         results=results,
         write=write,
         reference=reference,
+        read_row=read_row if kernel.read_row else None,
+    )
+
+
+def with_rows(kernel: GpuKernel, names: Sequence[str], rows: GpuKernel, is_stored: bool) -> GpuKernel:
+    """Return a copy of `kernel` that also computes its operands `names`: the result of `rows`.
+
+    Each workgroup computes each row. is_stored: whether the copy also has the result `rows`, to
+    which each workgroup stores a part. The operands of `rows` get the prefix rows_.
+    """
+    ((result, type_),) = rows.results.items()
+    outer = {name: t for name, t in kernel.operands.items() if name not in names}
+    inner = {f"rows_{name}": t for name, t in rows.operands.items()}
+
+    def write(b: GpuBody, **given: Ssa) -> None:
+        assert rows.read_row is not None
+        own = {name: given[f"rows_{name}"] for name in rows.operands}
+        elements = [rows.read_row(b, row, **own) for row in range(type_.shape[0])]
+        if is_stored:
+            first = b.add(b.mul(b.workgroup(), b.threads), b.thread())
+            for row, element in enumerate(elements):
+                with b.loop(first, type_.shape[1], b.threads * kernel.workgroups) as d:
+                    b.store(element(d.index), given["rows"], row, d.index)
+        computed = ComputedRows(memref_type(type_.shape), elements)
+        others = {name: x for name, x in given.items() if name != "rows" and name not in inner}
+        kernel.write(b, **others, **dict.fromkeys(names, computed))
+
+    def reference(**given: Any) -> Mapping[str, np.ndarray]:
+        y = rows.reference(**{name: given[f"rows_{name}"] for name in rows.operands})[result]
+        found = kernel.reference(**{name: y if name in names else given[name] for name in kernel.operands})
+        return {**found, "rows": y} if is_stored else found
+
+    digest = hashlib.sha256(f"{rows.name} {names} {is_stored}".encode()).hexdigest()[:10]
+    return replace(
+        kernel,
+        name=f"{kernel.name}_rows_{digest}",
+        operands=outer | inner,
+        results={**kernel.results, "rows": type_} if is_stored else kernel.results,
+        write=write,
+        reference=reference,
+        single_store=False,
+        reads_rows=(),
     )
 
 
@@ -104,6 +154,8 @@ def beside(first: GpuKernel, second: GpuKernel, shared: Mapping[str, str]) -> Gp
         return of_first(shared[name]) if name in shared else f"b_{name}"
 
     names = (first, of_first), (second, of_second)
+    others = {named(name) for kernel, named in names for name in kernel.operands if name not in kernel.reads_rows}
+    rows = {named(name) for kernel, named in names for name in kernel.reads_rows} - others
     operands, results, in_place = dict[str, TensorType | str](), dict[str, TensorType](), dict[str, str]()
     for kernel, named in names:
         operands |= {named(name): t for name, t in kernel.operands.items()}
@@ -129,7 +181,7 @@ def beside(first: GpuKernel, second: GpuKernel, shared: Mapping[str, str]) -> Gp
         operands, results, first.workgroups + second.workgroups, write, reference,
         flops=lambda position: first.work(position)[0] + second.work(position)[0],
         nbytes=lambda position: first.work(position)[1] + second.work(position)[1],
-        in_place=in_place, threads=first.threads,
+        in_place=in_place, threads=first.threads, reads_rows=tuple(rows),
     )  # fmt: skip
 
 

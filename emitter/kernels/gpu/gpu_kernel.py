@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody, grid
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.mlir.body import I32, Ssa, memref_type
+from castiron.emitter.kernels.mlir.body import I32, Index, Ssa, memref_type
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +27,12 @@ class GpuKernel(Kernel):
     heads: if not 0, workgroup i computes head i % heads of row i / heads of the first result
         [rows, heads * head_dim]. Then this kernel may also apply operations that need all elements
         of a head, such as an RMS norm, to its result.
+    read_row: None, or a function of the body, the index of a row of the only result, and the
+        operands. It emits code that all threads of a workgroup run, and returns a function that
+        emits code of an element of the row. Then another kernel may compute the result itself.
+    reads_rows: operands [tokens, n] of which each workgroup reads all rows, each element about once
+        and by a row index that is a Python integer. This kernel may compute such an operand with
+        `read_row` of another kernel.
     """
 
     threads: int = 64
@@ -33,6 +40,8 @@ class GpuKernel(Kernel):
     reads_often: tuple[str, ...] = ()
     reads_rarely: tuple[str, ...] = ()
     heads: int = 0
+    read_row: Callable[..., Callable[[Index], Ssa]] | None = None
+    reads_rows: tuple[str, ...] = ()
 
     @property
     def index_type(self) -> str:

@@ -75,8 +75,8 @@ def load_x(b: GpuBody, x: Ssa, row: Index, unit: Index) -> list[Ssa]:
     if inner % UNIT == 0 and isinstance(x, Ssa):
         fours = b.view(x, (*x.type.shape[:-1], inner // 4), "vector<4xf32>")
         return [e for i in range(2) for e in b.four(fours, *lead, b.add(b.mul(unit, 2), i))]
-    first = b.mul(unit, UNIT)
-    return [b.load(x, *lead, b.min(b.add(first, j), inner - 1)) for j in range(UNIT)]
+    elements = [b.add(b.mul(unit, UNIT), j) for j in range(UNIT)]
+    return [b.load(x, *lead, b.min(i, inner - 1) if inner % UNIT else i) for i in elements]
 
 
 def finished(b: GpuBody, matmul: Matmul, dots: list[Ssa], given: dict[str, Ssa], token: Index, row: Index) -> Ssa:
@@ -183,6 +183,7 @@ def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
         nbytes=4 * layout.row_words(inner) * out * halves,
         threads=THREADS,
         single_store=True,
+        reads_rows=() if matmul.experts else ("x",),
     )
 
 

@@ -6,6 +6,7 @@ each workgroup: one row of x [T, hidden]
   y[row, d] = (x - mean) * inverse * weight[d] (+ bias[d]) (+ residual[row, d])              memory
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.mlir.body import Ssa, number
+from castiron.emitter.kernels.mlir.body import Index, Ssa, number
 from castiron.emitter.kernels.mlir.vector_math import rms_normed
 from castiron.emitter.types import F32, TensorType
 
@@ -30,13 +31,13 @@ def norm(kind: str, T: int, hidden: int, eps: float, bias: bool = False, residua
     rows, row = TensorType((T, hidden), F32), TensorType((hidden,), F32)
     operands = {"x": rows, "weight": row, **({"bias": row} if bias else {}), **({"residual": rows} if residual else {})}
 
-    def write(b: GpuBody, x: Ssa, weight: Ssa, y: Ssa, **given: Ssa) -> None:
-        thread, t = b.thread(), b.workgroup()
+    def read_row(b: GpuBody, t: Index, x: Ssa, weight: Ssa, **given: Ssa) -> Callable[[Index], Ssa]:
+        thread = b.thread()
 
         def row_sum(value) -> Ssa:
             with b.strided(thread, hidden, [b.f32(0.0)]) as d:
                 d.give(b.addf(d.values[0], value(b.load(x, t, d.index))))
-            sums, at = b.sums(thread, d.results, THREADS)
+            sums, at = b.sums(thread, d.results, b.threads)
             return b.load(sums, at)
 
         centred = lambda x: x
@@ -45,13 +46,20 @@ def norm(kind: str, T: int, hidden: int, eps: float, bias: bool = False, residua
             centred = lambda x: b.subf(x, mean)
         variance = b.divf(row_sum(lambda x: b.mulf(centred(x), centred(x))), b.f32(hidden))
         inverse = b.divf(b.f32(1.0), b.math("sqrt", b.addf(variance, b.f32(eps))))
-        with b.strided(thread, hidden) as d:
-            value = b.mulf(b.mulf(centred(b.load(x, t, d.index)), inverse), b.load(weight, d.index))
+
+        def element(d: Index) -> Ssa:
+            value = b.mulf(b.mulf(centred(b.load(x, t, d)), inverse), b.load(weight, d))
             if bias:
-                value = b.addf(value, b.load(given["bias"], d.index))
-            if residual:
-                value = b.addf(value, b.load(given["residual"], t, d.index))
-            b.store(value, y, t, d.index)
+                value = b.addf(value, b.load(given["bias"], d))
+            return b.addf(value, b.load(given["residual"], t, d)) if residual else value
+
+        return element
+
+    def write(b: GpuBody, y: Ssa, **given: Ssa) -> None:
+        t = b.workgroup()
+        element = read_row(b, t, **given)
+        with b.strided(b.thread(), hidden) as d:
+            b.store(element(d.index), y, t, d.index)
 
     def reference(x: np.ndarray, weight: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
         wide = x.astype(np.float64)
@@ -60,4 +68,6 @@ def norm(kind: str, T: int, hidden: int, eps: float, bias: bool = False, residua
         return {"y": y.astype(np.float32)}
 
     name = f"gpu_{kind}_{T}x{hidden}_{number(eps)}" + "_bias" * bias + "_residual" * residual
-    return GpuKernel(name, operands, {"y": rows}, T, write, reference=reference, threads=THREADS, single_store=True)
+    return GpuKernel(
+        name, operands, {"y": rows}, T, write, reference=reference, threads=THREADS, single_store=True, read_row=read_row
+    )
