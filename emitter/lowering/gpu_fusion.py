@@ -29,7 +29,7 @@ MAX_LOADS = 16  # max loads of an expression that is computed again for each use
 MAX_LOADS_RARE = 1024  # max loads of an expression of which each element is used at most twice
 MAX_SUM = 16  # max terms of a sum in such an expression
 MAX_OPERANDS = 16  # max operands and results of a kernel
-MAX_REPEATS = 1 << 21  # max elements of rows that the workgroups of a kernel compute, each workgroup all of them
+MAX_REPEATS = 1 << 21  # max elements of rows that a kernel computes, counted again for each use
 NEAR = 16  # max number of operations between kernels that become one dispatch
 
 
@@ -314,12 +314,14 @@ def _rows_inside(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
 def _with_rows(op: Op, user: Op, is_stored: bool) -> Op | None:
     """Return a call of the kernel of `user` that also computes `op`, or None if that is not cheap."""
     rows, kernel = op.attrs["kernel"], user.attrs.get("kernel")
-    if not isinstance(kernel, GpuKernel) or kernel.workgroups * op.results[0].type.elements > MAX_REPEATS:
+    if not isinstance(kernel, GpuKernel):
         return None
     names = [name for name, x in zip(kernel.tensors, user.operands) if x is op.results[0]]
+    reads = max(kernel.reads_rows.get(name, MAX_REPEATS + 1) for name in names)
     new = with_rows(kernel, names, rows, is_stored)
     bindings = len(new.tensors) + len(new.results) - len(new.in_place)
-    if not {*names} <= {*kernel.reads_rows} or bindings > MAX_OPERANDS or new.shared_bytes > SHARED_BYTES:
+    is_costly = reads * kernel.workgroups * op.results[0].type.elements > MAX_REPEATS
+    if is_costly or bindings > MAX_OPERANDS or new.shared_bytes > SHARED_BYTES:
         return None
     operands = *(x for x in user.operands if x is not op.results[0]), *op.operands
     return Op("kernel", operands, (*user.results, *op.results[:is_stored]), {**user.attrs, "kernel": new}, user.path)

@@ -112,7 +112,7 @@ def with_rows(kernel: GpuKernel, names: Sequence[str], rows: GpuKernel, is_store
         write=write,
         reference=reference,
         single_store=False,
-        reads_rows=(),
+        reads_rows={},
     )
 
 
@@ -155,7 +155,7 @@ def beside(first: GpuKernel, second: GpuKernel, shared: Mapping[str, str]) -> Gp
 
     names = (first, of_first), (second, of_second)
     others = {named(name) for kernel, named in names for name in kernel.operands if name not in kernel.reads_rows}
-    rows = {named(name) for kernel, named in names for name in kernel.reads_rows} - others
+    rows = {named(name): n for kernel, named in names for name, n in kernel.reads_rows.items() if named(name) not in others}
     operands, results, in_place = dict[str, TensorType | str](), dict[str, TensorType](), dict[str, str]()
     for kernel, named in names:
         operands |= {named(name): t for name, t in kernel.operands.items()}
@@ -181,7 +181,7 @@ def beside(first: GpuKernel, second: GpuKernel, shared: Mapping[str, str]) -> Gp
         operands, results, first.workgroups + second.workgroups, write, reference,
         flops=lambda position: first.work(position)[0] + second.work(position)[0],
         nbytes=lambda position: first.work(position)[1] + second.work(position)[1],
-        in_place=in_place, threads=first.threads, reads_rows=tuple(rows),
+        in_place=in_place, threads=first.threads, reads_rows=rows,
     )  # fmt: skip
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody, grid
@@ -30,9 +30,9 @@ class GpuKernel(Kernel):
     read_row: None, or a function of the body, the index of a row of the only result, and the
         operands. It emits code that all threads of a workgroup run, and returns a function that
         emits code of an element of the row. Then another kernel may compute the result itself.
-    reads_rows: operands [tokens, n] of which each workgroup reads all rows, each element about once
-        and by a row index that is a Python integer. This kernel may compute such an operand with
-        `read_row` of another kernel.
+    reads_rows: operands [tokens, n] of which each workgroup reads all rows, by row indices that are
+        Python integers, and how often it reads each element. This kernel may compute such an
+        operand with `read_row` of another kernel.
     """
 
     threads: int = 64
@@ -41,7 +41,7 @@ class GpuKernel(Kernel):
     reads_rarely: tuple[str, ...] = ()
     heads: int = 0
     read_row: Callable[..., Callable[[Index], Ssa]] | None = None
-    reads_rows: tuple[str, ...] = ()
+    reads_rows: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def index_type(self) -> str:

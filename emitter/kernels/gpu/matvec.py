@@ -183,7 +183,7 @@ def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
         nbytes=4 * layout.row_words(inner) * out * halves,
         threads=THREADS,
         single_store=True,
-        reads_rows=() if matmul.experts else ("x",),
+        reads_rows={} if matmul.experts else {"x": slots},
     )
 
 
