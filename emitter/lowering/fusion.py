@@ -15,8 +15,7 @@ Patterns, for T tokens:
 - for GPUs also:
   - y + norm(x) and y + experts(x) become norm and experts with a residual;
   - an RMS norm that experts use becomes a part of them;
-  - a norm of each head of v becomes a part of `fused_attention`;
-  - layers that share keys and values get copies of their norms and rotation (see `shared_heads`);
+  - norms of v, and of k and v that layers share (see `shared_heads`), join `fused_attention`;
   - gate and up of a GLU and other linear layers with the same input become one matmul;
   - factors of the input of linear layers move to the result (see `factors`);
   - an RMS norm of one short row becomes StableHLO if its result is only reshaped.

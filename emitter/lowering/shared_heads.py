@@ -1,7 +1,7 @@
 """Give each attention operation its own norm and rotation of keys and values.
 
 Layers that use the keys and values of an earlier layer (Gemma 4) then compute them again in their
-attention kernel, as part of the pattern `heads` of `lowering.fusion`.
+attention kernel, because `lowering.fusion` makes them a part of `fused_attention`.
 """
 
 from __future__ import annotations
