@@ -37,9 +37,10 @@ import numpy as np
 
 from castiron.emitter.codec import Codec, Parts
 from castiron.emitter.codecs import codec_of, dequantise, in_features_of, row_bytes, values
+from castiron.emitter.scaled_codecs import signed
 
 LANES = 16
-_AT_ONCE_BYTES = 1 << 20  # bytes of rows packed at a time, so that intermediate arrays fit a CPU's caches
+_AT_ONCE_BYTES = 1 << 19  # bytes of rows packed at a time, so that intermediate arrays fit a CPU's caches
 _REUSED_BYTES = 31 << 20  # just below glibc's DEFAULT_MMAP_THRESHOLD_MAX
 _MAX_THREADS = 4  # more threads gain nothing, because memory bandwidth is the limit
 
@@ -131,29 +132,26 @@ def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[
 
 
 def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
-    bits, kind, stored = codec.bits, np.dtype(f"<u{record.word_bits // 8}"), _stored(codec, codes)
-    ordered = (record.bit_fields(codec, k)[0][:2] == divmod(k * bits, record.word_bits) for k in range(codec.group))
-    if bits == 8 or 8 % bits == 0 and all(ordered):
-        # The codes are in order and fill the words: join two fields at a time to one of twice as many bits.
-        while bits < 8:
-            pairs = stored.view("<u2")
-            stored, bits = (pairs | pairs >> np.uint16(8 - bits)).astype(np.uint8), 2 * bits
-        return stored.view(kind)
-    # Pack one code of all groups at a time, so that each step has one stride in memory.
-    stored = np.ascontiguousarray(stored.T)
-    words = np.zeros((record.words, len(codes)), kind)
-    for k, code in enumerate(stored):
-        bit_fields = record.bit_fields(codec, k)
-        for word, shift, mask in bit_fields:
-            part = code if len(bit_fields) == 1 else code & np.uint8(mask)
-            words[word] |= part.astype(kind) << kind.type(shift)
-    return words.T
+    # Return the words of n blocks, [groups * words, n]. codes: i8 [n, block].
+    groups = _stored(codec, codes).T.reshape(record.groups, codec.group, -1)
+    in_fields, top = range(record.in_fields), np.zeros((record.groups, record.words, groups.shape[2]), np.uint8)
+    for k in range(record.in_fields, codec.group):
+        for word, shift, mask in record.bit_fields(codec, k):
+            top[:, word] |= (groups[:, k] & np.uint8(mask)) >> np.uint8(codec.bits * record.fields - shift)
+    words = top
+    # From the top field down, so that the words are as narrow as possible.
+    for field in reversed(range(record.fields)):
+        words = words.astype(np.min_scalar_type((1 << record.word_bits - codec.bits * field) - 1), copy=False)
+        words *= words.dtype.type(1 << codec.bits)
+        words |= groups[:, [k for k in in_fields if record.field(k)[1] == field]]
+    return words.reshape(-1, groups.shape[2])
 
 
 def _stored(codec: Codec, codes: np.ndarray) -> np.ndarray:
-    # The stored form of a code is a u8: code + offset, or the index of the code in a table of integers.
+    # The stored form of a code is a u8: code + offset, or the index of the code in a table of integers. `codes` may be
+    # overwritten.
     if not codec.table or not codec.has_integers:
-        return codes.view(np.uint8) + np.uint8(codec.offset)
+        return signed(codes, -codec.offset).view(np.uint8)
     indices = np.zeros(256, np.uint8)
     # Some codes are in the table twice; take the first index.
     indices[np.array(codec.table[::-1], np.int8).view(np.uint8)] = np.arange(len(codec.table))[::-1]
@@ -177,28 +175,21 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
         item = f"<u{record.size // LANES}"
         packed.view(item)[...] = raw.view(item).reshape(row_blocks, LANES, count).transpose(0, 2, 1)
         return
-    parts = codec.split(raw.reshape(-1, codec.block_bytes))
+    # Blocks are sorted as in `packed`: by row block, record and lane.
+    blocks = raw.view(f"V{codec.block_bytes}").reshape(row_blocks, LANES, count).transpose(0, 2, 1).ravel()
+    parts = codec.split(blocks.view(np.uint8).reshape(len(blocks), -1))
 
     def put(offset: int, part: np.ndarray) -> None:
-        # part: an array of `Parts`, such as the scales, [16 * row_blocks * count, ...]
-        by_lane = part.reshape(row_blocks, LANES, count, *part.shape[1:])
-        end = offset + part[0].size * LANES * part.itemsize
-        data = packed[:, :, offset:end].view(part.dtype).reshape(row_blocks, count, *part.shape[1:], LANES)
-        if part.itemsize == 4:
-            data[...] = np.moveaxis(by_lane, 1, -1)
-        else:
-            for lane in range(LANES):
-                data[..., lane] = by_lane[:, lane]
+        # part: a part of a record, such as the scales, [..., row_blocks * count * 16]
+        lanes = np.ascontiguousarray(part).view(f"V{LANES * part.itemsize}").reshape(-1, row_blocks, count)
+        data = packed[:, :, offset : offset + len(lanes) * lanes.itemsize]
+        data.view(lanes.dtype)[...] = lanes.transpose(1, 2, 0)
 
     put(record.d, parts.d)
     for part in ("m", "scales", "minima"):
         if getattr(parts, part) is not None:
-            put(getattr(record, part), getattr(parts, part))
-    if codec.bits == 8:
-        put(record.codes, parts.codes)
-    else:
-        words = _words(codec, record, parts.codes.reshape(-1, codec.group))
-        put(record.codes, words.reshape(len(parts.codes), record.groups, record.words))
+            put(getattr(record, part), getattr(parts, part).T)
+    put(record.codes, parts.codes.T if codec.bits == 8 else _words(codec, record, parts.codes))
 
 
 def _filled(raw: np.ndarray, axis: int, multiple: int) -> np.ndarray:
