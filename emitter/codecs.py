@@ -17,7 +17,7 @@ import numpy as np
 
 from castiron.emitter.codec import Codec, Parts
 from castiron.emitter.iq_blocks import SPLITTERS
-from castiron.emitter.scaled_codecs import E4M3, SCALED, signed, splitter, unpack_fields
+from castiron.emitter.scaled_codecs import E4M3, SCALED, signed, splitter, translated, unpack_fields
 from castiron.emitter.types import BF16, DTYPES, to_f32
 
 _ROWS_AT_ONCE_BYTES = 1 << 19  # limit for temporary arrays, without the result
@@ -86,7 +86,7 @@ def _split_q3_k(b: np.ndarray) -> Parts:
 
 
 def _in_table(table: tuple[int, ...], indices: np.ndarray) -> np.ndarray:
-    return np.array(table, np.int8)[indices]
+    return translated(indices, np.array(table, np.int8))
 
 
 def _split_iq4_nl(b: np.ndarray) -> Parts:
@@ -127,7 +127,7 @@ def with_scale(raw: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def _split_q1_0(b: np.ndarray) -> Parts:
-    return Parts(_in_table(SIGNS, np.unpackbits(b[:, 2:], axis=1, bitorder="little")), _f16(b[:, :2]))
+    return Parts(_in_table(SIGNS, unpack_fields(b[:, 2:], 1, 1)), _f16(b[:, :2]))
 
 
 def _split_q2_0(b: np.ndarray) -> Parts:

@@ -37,7 +37,7 @@ import numpy as np
 
 from castiron.emitter.codec import Codec, Parts
 from castiron.emitter.codecs import codec_of, dequantise, in_features_of, row_bytes, values
-from castiron.emitter.scaled_codecs import signed
+from castiron.emitter.scaled_codecs import signed, translated
 
 LANES = 16
 _AT_ONCE_BYTES = 1 << 19  # bytes of rows packed at a time, so that intermediate arrays fit a CPU's caches
@@ -155,7 +155,7 @@ def _stored(codec: Codec, codes: np.ndarray) -> np.ndarray:
     indices = np.zeros(256, np.uint8)
     # Some codes are in the table twice; take the first index.
     indices[np.array(codec.table[::-1], np.int8).view(np.uint8)] = np.arange(len(codec.table))[::-1]
-    return indices[codes.view(np.uint8)]
+    return translated(codes.view(np.uint8), indices)
 
 
 def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
