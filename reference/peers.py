@@ -11,17 +11,37 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from castiron.vmfb.cpu import host_features
+from castiron.vmfb.targets import TILES
+
+
+def open_llama(model: str | Path, threads: int, context: int, **options: Any) -> Any:
+    """Return a `llama_cpp.Llama` for a GGUF file; options: more arguments of its constructor.
+
+    On CPUs with AMX, llama-cpp-python 0.3.36 crashes while it repacks weights, so it keeps them as
+    they are.
+    """
+    from llama_cpp import Llama, llama_cpp
+
+    defaults = llama_cpp.llama_model_default_params
+
+    def default_params() -> Any:
+        params = defaults()
+        params.use_extra_bufts = TILES not in host_features()
+        return params
+
+    with patch.object(llama_cpp, "llama_model_default_params", default_params):
+        return Llama(str(model), n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False, **options)
 
 
 class LlamaCpp:
     """llama.cpp with llama-cpp-python's defaults: f16 cache, int8 activations."""
 
     def __init__(self, model: str | Path, threads: int, context: int):
-        from llama_cpp import Llama
-
-        self.llama = Llama(
-            str(model), n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False, logits_all=False
-        )
+        self.llama = open_llama(model, threads, context)
 
     def prefill(self, tokens: Sequence[int]) -> float:
         self.llama.reset()

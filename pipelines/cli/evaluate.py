@@ -26,6 +26,7 @@ from castiron.pipelines.evaluate.perplexity import (
     chunks_of,
     compare,
     likelihoods,
+    llama_cpp_rows,
     perplexity,
     statistics,
     text_name,
@@ -142,25 +143,6 @@ def hf_rows(checkpoint: Path, weights: str, threads: int, adapter: Path | None) 
             ids = torch.tensor([list(tokens)])
             found = model(ids, use_cache=False, logits_to_keep=len(tokens) - first).logits[0].numpy()
         yield from found
-
-    return rows
-
-
-def llama_cpp_rows(checkpoint: Path, context: int, threads: int) -> Rows:
-    """Return a function that runs llama.cpp on a text, and yields its logits."""
-    from llama_cpp import Llama
-
-    try:
-        llama = Llama(
-            str(checkpoint), n_ctx=context, n_threads=threads, n_threads_batch=threads, logits_all=True, verbose=False
-        )
-    except ValueError as error:
-        raise PipelineError(f"llama.cpp cannot read {checkpoint}: {error}") from None
-
-    def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
-        llama.reset()
-        llama.eval(list(tokens))
-        yield from llama.scores[first : len(tokens)]
 
     return rows
 

@@ -110,6 +110,23 @@ class Chunk:
     first: int
 
 
+def llama_cpp_rows(checkpoint: Path, context: int, threads: int) -> Rows:
+    """Return a function that runs llama.cpp on a text, and yields its logits."""
+    from castiron.reference.peers import open_llama
+
+    try:
+        llama = open_llama(checkpoint, threads, context, logits_all=True)
+    except ValueError as error:
+        raise PipelineError(f"llama.cpp cannot read {checkpoint}: {error}") from None
+
+    def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
+        llama.reset()
+        llama.eval(list(tokens))
+        yield from llama.scores[first : len(tokens)]
+
+    return rows
+
+
 def bundle_rows(session: Session, steps: bool = False) -> Rows:
     """Return a function that yields a bundle's logits, f32 [vocab], after each token of a text.
 
