@@ -55,9 +55,13 @@ def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, posi
         elif kind == "i8" and name in ("k_cache", "v_cache"):
             rows = np.resize(rng.standard_normal(1 << 20) * 0.5, (*type_.shape[:3], sizes[-1]))
             value = CACHES["q8_0"].stored(rows)
+        elif name == "x" and kernel.matmul and kernel.matmul.numerics.startswith("bf16"):
+            # Pairs of bf16: the upper halves of two f32.
+            pairs = np.resize(rng.standard_normal(1 << 20) * 0.5, (*type_.shape, 2)).astype(np.float32)
+            value = (pairs.view(np.uint32) >> 16).astype(np.uint16).view(np.int32)[..., 0]
         elif kind in ("i8", "i32"):
             bits = 8 if kind == "i8" else 32
-            value = rng.integers(-(1 << bits - 1), 1 << bits - 1, type_.shape)
+            value = rng.integers(-(1 << bits - 1), 1 << bits - 1, type_.shape, np.int8 if kind == "i8" else np.int32)
         else:
             value = np.resize(rng.standard_normal(1 << 20) * 0.5, type_.shape).astype(np.float32)
             # The decay rates of a recurrent state are negative in a model.

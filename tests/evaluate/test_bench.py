@@ -179,7 +179,8 @@ def test_a_failed_engine_has_one_error_line(tmp_path):
 
 # The parts of llama-cpp-python that castiron uses. The process kills itself in the given stage.
 FAKE_LLAMA_CPP = """
-import os, signal
+import os, signal, types
+llama_cpp = types.SimpleNamespace(llama_model_default_params=None)
 class Llama:
     def __init__(self, path, **options):
         self.n_tokens = 0

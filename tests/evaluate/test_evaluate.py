@@ -17,7 +17,9 @@ from castiron.pipelines.evaluate import perplexity
 from castiron.pipelines.evaluate.perplexity import Compared, bundle_rows, chunks_of, compare_row, log_softmax
 from castiron.reference import hf
 from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.cpu import host_features
 from castiron.vmfb.session import Session
+from castiron.vmfb.targets import TILES
 from tests.support import served, tiny_gguf
 from tests.support.toy_text import read_json
 
@@ -223,6 +225,7 @@ def llama_cpp(monkeypatch, disturbed):
     class Llama:
         def __init__(self, path, n_ctx, n_threads, n_threads_batch, logits_all, verbose):
             assert logits_all and path.endswith(".gguf")
+            assert library.llama_model_default_params().use_extra_bufts == (TILES not in host_features())
             self.session, self.scores = Session(disturbed, 1), np.zeros((n_ctx, 211), np.float32)
 
         @property
@@ -237,7 +240,8 @@ def llama_cpp(monkeypatch, disturbed):
                 self.session.step(token)
                 self.scores[self.session.position - 1] = self.session.logits()
 
-    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=Llama))
+    library = SimpleNamespace(llama_model_default_params=lambda: SimpleNamespace(use_extra_bufts=True))
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=Llama, llama_cpp=library))
 
 
 def test_llama_cpp_as_the_base_gives_logits_of_every_position(bundle, disturbed, llama_cpp, tmp_path, capsys):
