@@ -336,7 +336,7 @@ def check(manifest: Manifest) -> None:
     _check_functions(manifest)
     for name, file in manifest.files.items():
         if name not in FILES and name not in map(module_name, manifest.functions):
-            raise RecordError(f"manifest field 'files' lists {short(name)}, which is not a file name of this bundle")
+            raise RecordError(f"manifest field 'files' lists {short(name)}, but such a bundle has no file of this name")
         if file.size < 0:
             raise RecordError(f"manifest field 'files.{name}.size' is {file.size}; it must be at least 0")
         if not re.fullmatch("[0-9a-f]{64}", file.sha256):

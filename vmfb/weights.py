@@ -69,7 +69,9 @@ def write_irpa(
                 array = data() if callable(data) else data
                 if array.shape != shape or array.dtype.itemsize != dtype.itemsize:
                     found, wanted = f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}"
-                    raise WeightsError(f"parameter {name!r} is {found}, not {wanted}")
+                    raise WeightsError(
+                        f"{path}: parameter {name!r} is {found}, not {wanted}; if the checkpoint changed, compile again"
+                    )
                 writing.result()
                 writing = pool.submit(put, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, start + offset)
                 del array

@@ -43,8 +43,9 @@ class Context:
     """The options of the lowering, and values that rules pass to each other.
 
     project: emits matmuls. recurrent: for each kind of recurrent operation, the function that
-    returns its kernel; None for CPU kernels. counters: by type, the i32 counters of attention
-    kernels (see `attention_decode`): each kernel gets those that the kernel before it returned.
+    returns its kernel; None for CPU kernels. counters: by tensor type, the i32 counters with which
+    the workgroups of an attention kernel divide their work (see `attention_decode`). Each attention
+    kernel gets the counters that the one before it returned.
     """
 
     isa: Isa

@@ -81,7 +81,7 @@ class Stored:
 
 
 def float_param(weight: Weight, dtype: DType) -> Param:
-    """Return the parameter for a weight in a float codec, or for a table (see `Weight.values`)."""
+    """Return the parameter for a weight of floats, from the checkpoint or from `Weight.values`."""
     type_ = TensorType(weight.shape, dtype)
     if (values := weight.values) is not None:
         return Param(weight.name, type_, Source((), lambda: np.asarray(values(), np.float32)))

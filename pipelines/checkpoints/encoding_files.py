@@ -80,7 +80,7 @@ def _mode(folder: Path) -> str:
         found = shorten_list(map(str, modes), max_length=100) if modes else "missing"
         raise CheckpointError(f"{folder}: the pooling mode is {found}; supported is one of {', '.join(_MODES)}")
     if config.get("include_prompt") is False and modes != ["lasttoken"]:
-        raise CheckpointError(f"{folder}: include_prompt is false; only the pooling mode lasttoken supports that")
+        raise CheckpointError(f"{folder}: include_prompt is false; set it to true, unless the pooling mode is lasttoken")
     return _MODES[modes[0]]
 
 

@@ -51,7 +51,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def encoding_of(file: GgufFile) -> Encoding | None:
-    """Return the pooling and last layers of an embedding model; None for other models."""
+    """Return an embedding model's pooling and the dense layers after it; None for other models."""
     metadata = Metadata(file)
     kind = metadata.integer("pooling_type", 0)
     if not kind:

@@ -136,7 +136,10 @@ class BatchActor:
             return False
 
     def answers(self, records: list[Record], stored: Stored | None) -> list[tuple[int, Outcome]]:
-        """Return (index, outcome) of each record; stored: the bundle, None if this node has it."""
+        """Return (index, outcome) of each record.
+
+        stored: the bundle to copy to this node; None if the node has it already.
+        """
         if self.answer is None:
             found = open_bundle(self.path if stored is None else bundle_at(stored), full_check=self.args.trust == "never")
             # Set the job's path, because requests may name the model by the file name of the bundle.

@@ -139,7 +139,7 @@ def work_of(function: Graph, context: int) -> dict[str, dict]:
     """Return the work of each kernel of a function, as in `manifest.KernelWork`, by kernel name.
 
     FLOP and bytes of a call are [value at position 0, increase per position, value at the last
-    position of `context`]. In the paths of a kernel's modules, `*` stands for the layer's number.
+    position of `context`]. A kernel's paths, such as "layers.*.mlp", have `*` for the layer's number.
     """
     found: dict[str, dict] = {}
     weights = {value for op in function.ops if op.kind == "parameter" for value in op.results}

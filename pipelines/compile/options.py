@@ -107,9 +107,9 @@ class Options:
 
 
 def context_of(config: dict, options: Options) -> int:
-    """Return the default context: the max tokens of a sequence.
+    """Return the bundle's default context, the max tokens of a sequence.
 
-    If `options.context` is None, the default is the model's limit, but not above 8192.
+    This is `options.context` if it is set, otherwise the model's limit, but at most 8192.
     """
     if options.context is not None:
         return options.context

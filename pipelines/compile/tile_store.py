@@ -76,7 +76,7 @@ def read_findings() -> tuple[Finding, ...]:
     try:
         value = json.loads(path.read_bytes())
         if not isinstance(value, dict) or value.get("schema") != SCHEMA:
-            raise RecordError(f"the schema is not {SCHEMA}")
+            raise RecordError(f"its 'schema' is not {SCHEMA}")
         return from_json(_Store, value).findings
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return ()

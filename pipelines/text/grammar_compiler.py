@@ -123,7 +123,10 @@ _compiler: Compiler
 
 
 def start(tokens: Sequence[str], *more: Any) -> None:
-    """Create this child process's compiler; tokens: bytes of each token, decoded as Latin-1."""
+    """Create this child process's `Compiler`, with the arguments `more` after its tokens.
+
+    tokens: bytes of each token, decoded as Latin-1.
+    """
     global _compiler
     _compiler = Compiler([token.encode("latin-1") for token in tokens], *more)
 

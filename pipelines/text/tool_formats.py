@@ -331,9 +331,9 @@ def _object(value: Any) -> dict:
 
 
 def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
-    """Return `key_end`, a field of `ToolFormat`, with one JSON type for each text.
+    """Return `key_end`, a field of `ToolFormat` (JSON type: text), without types of equal text.
 
-    Of several types with the same text, "string" is retained, or else the first type.
+    Of the types with the same text, "string" remains, or else the first one.
     """
     found = dict.fromkeys(key_end[kind] for kind in sorted(key_end, key=lambda kind: kind != "string"))
     return {next(kind for kind, each in key_end.items() if each == text): text for text in found}

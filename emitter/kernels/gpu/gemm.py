@@ -48,10 +48,11 @@ def gemm(matmul: Matmul) -> Kernel:
         own_row, own_token = b.rem(thread, SIDE), b.div(thread, SIDE)
 
         def fill(tile: Ssa, pitch: int, count: int, read) -> None:
-            """Emit code that fills `count` columns of a tile with 16 elements of in_features each.
+            """Emit code that copies 16 elements of in_features from `count` rows to a transposed tile.
 
-            read(column, unit): returns elements 8 * unit .. 8 * unit + 7 of a row of the weight or
-            of x. pitch: number of elements from one row of the tile to the next.
+            The rows are those of the weight or of x; row i becomes column i of the tile. read(i,
+            unit): returns elements 8 * unit .. 8 * unit + 7 of row i. pitch: elements in a row of
+            the tile.
             """
             with b.strided(thread, count * depth) as item:
                 column, step = b.div(item.index, depth), b.rem(item.index, depth)

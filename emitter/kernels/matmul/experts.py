@@ -198,10 +198,10 @@ class Grouped(Gemm):
             b.store(b.binary("addi", b.load(self.counts, expert), one), self.counts, expert)
 
     def _gather(self, expert: Index, first: Index, real: Index) -> None:
-        """Emit code that stores in `self.pairs` the indices of a block of pairs of `expert`.
+        """Emit code that stores the indices of some of the (token, expert) pairs in `self.pairs`.
 
-        first: number of pairs of this expert in earlier blocks. real: number of pairs of all
-        experts, without padding.
+        These are the pairs of `expert` that form a block. first: number of pairs of this expert in
+        earlier blocks. real: number of pairs of all experts, without padding.
         """
         b = self.b
         with b.loop(0, real, carry=[b.index(0)]) as pair:

@@ -220,7 +220,7 @@ class SmallBatchInt8Tiles(Tiles):
 
 
 class SmallBatchInt8:
-    """A writer of the body of a matmul kernel for a few tokens of int8 x."""
+    """A writer of matmul kernels for a few tokens whose x is int8."""
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchInt8Tiles, buffers: Buffers):
         self.b, self.codec, self.isa, self.tiles, self.buffers = b, matmul.format, isa, tiles, buffers

@@ -126,10 +126,11 @@ class Gemv:
                 self._sets(batch.index, end, first, min(first + chunk, self.count), parts)
 
     def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
-        """Emit code that multiplies records first .. last - 1 of sets low .. high - 1.
+        """Emit code that multiplies records first .. last - 1 of sets low .. high - 1 by x.
 
-        After the last record of a set, the code also stores y. parts: stack buffer for the totals
-        of the records so far, or None if all of x is prepared at once.
+        A set is a few 16-row blocks of the weight; a record has some consecutive elements of each
+        of the 16 rows. After a set's last record the code stores y. parts: stack buffer for sums of
+        the records so far; None if one call takes all records.
         """
         b, self.range = self.b, (first, last)
         self.x.fill(first * self.layout.elements, last * self.layout.elements)

@@ -33,7 +33,7 @@ def is_summed_by_tables(codec: Codec, isa: Isa) -> bool:
 
 
 def additions(matmul: Matmul, isa: Isa) -> int:
-    """Return the FLOPs of a GEMV with tables: an addition for each slice of each word of codes."""
+    """Return the FLOPs of a GEMV that adds one table entry for each of the `slices` of a word."""
     bits_of_row = matmul.in_features * matmul.format.bits
     return matmul.tokens * matmul.weight_rows * bits_of_row // WORD * len(slices(isa))
 
