@@ -29,7 +29,7 @@ MAX_LOADS = 16  # max loads of an expression that is computed again for each use
 MAX_LOADS_RARE = 1024  # max loads of an expression of which each element is used at most twice
 MAX_SUM = 16  # max terms of a sum in such an expression
 MAX_OPERANDS = 16  # max operands and results of a kernel
-MAX_REPEATS = 1 << 21  # max elements of rows that a kernel computes, counted again for each use
+MAX_REPEATS = 1 << 22  # max elements of rows that a kernel computes, counted again for each use
 NEAR = 16  # max number of operations between kernels that become one dispatch
 
 

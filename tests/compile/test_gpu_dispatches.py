@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from functools import cache
@@ -18,6 +19,7 @@ from castiron.vmfb.compiler import compile_mlir
 from castiron.vmfb.targets import resolve
 from tests.emitter.family_harness import pair
 
+PUBLISHED_CONFIGS = Path(__file__).parent.parent / "emitter" / "published_configs.json"
 HIDDEN, INNER, VOCAB, WIDTH = 512, 1280, 3000, 16
 LLAMA = {
     "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": 8,
@@ -78,6 +80,22 @@ def test_a_layer_of_any_family_takes_few_dispatches(family, tmp_path):
     compile_mlir(print_module(module), resolve("vulkan"), tmp_path / "flow.mlir", extra_flags=("--compile-to=flow",))
     formed = len(dispatches((tmp_path / "flow.mlir").read_text(), "decode_step"))
     assert formed - len(kernels) <= (family == "gpt2")
+
+
+@pytest.mark.parametrize("model", ["E2B", "E4B"])
+def test_a_layer_of_gemma_4_takes_few_dispatches(model):
+    """The norms of real sizes, unlike those of tiny models, are not cheap for every matmul that reads them."""
+    config = json.loads(PUBLISHED_CONFIGS.read_text())["Gemma 4 E2B"]
+    if model == "E4B":
+        kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 7
+        config |= {"hidden_size": 2560, "intermediate_size": 10240, "num_key_value_heads": 2, "layer_types": kinds,
+                   "num_hidden_layers": 42, "num_kv_shared_layers": 18, "use_double_wide_mlp": False}  # fmt: skip
+    module = lower(build(config, lambda name: "f32" if "norm" in name or "scalar" in name else "q4_k", 1024, ()), "gpu")
+    paths = [op.path for op in module.functions["decode_step"].ops if op.kind == "kernel"]
+    counts = Counter(found[1] for path in paths if (found := re.search(r"\blayers\.(\d+)", path)))
+    # The last layer has the model's last norm too.
+    assert len(counts) == config["num_hidden_layers"] and max(counts.values()) <= LIMIT + 1
+    assert [layer for layer, count in counts.items() if count > LIMIT] == [str(config["num_hidden_layers"] - 1)]
 
 
 @pytest.mark.parametrize("function", ["decode_step", f"prefill_{WIDTH}"])
