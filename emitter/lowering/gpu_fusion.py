@@ -298,8 +298,10 @@ def _rows_inside(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
     found = list(ops)
     for op in ops:
         kernel = op.attrs.get("kernel")
-        users = [user for user in found if op.results and op.results[0] in user.operands]
-        if not isinstance(kernel, GpuKernel) or kernel.read_row is None or not users:
+        if not isinstance(kernel, GpuKernel) or kernel.read_row is None:
+            continue
+        users = [user for user in found if op.results[0] in user.operands]
+        if not users:
             continue
         first, last = found.index(op), found.index(users[0])
         changed = {value for other in found[first : last + 1] for value in _overwritten(other)}
