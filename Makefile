@@ -62,7 +62,7 @@ compile-llm: $(INSTALLED)
 	if [ -n "$$TOKENS" ]; then $(BIN)/castiron run "$$out" --tokens "$$TOKENS" -n 32; \
 	else printf '\n> %s\n\n' "$$PROMPT"; $(BIN)/castiron run "$$out" -p "$$PROMPT" </dev/null; fi
 
-PYTEST = -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+PYTEST = -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(PYTEST_ARGS)
 
 test: $(TEST_INSTALLED)
 	@$(BIN)/python $(PYTEST) --tier quick

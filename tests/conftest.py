@@ -24,7 +24,7 @@ from iree.runtime import HalElementType
 
 from castiron.emitter.types import DTYPES, TensorType
 from castiron.vmfb.compiler import compile_mlir
-from castiron.vmfb.device import device
+from castiron.vmfb.device import device, vm_instance
 from castiron.vmfb.targets import TARGETS
 from tests import curl
 from tests.tiers import MODELS, is_full, is_in
@@ -86,10 +86,9 @@ class IreeProgram:
     """A compiled module: `run` calls a function with NumPy arrays, stored as `DType.numpy` says (bf16 as uint16)."""
 
     def __init__(self, vmfb: Path):
-        instance = rt.VmInstance()
         self._device = device(1)
-        self._module = rt.VmModule.mmap(instance, str(vmfb))
-        self._context = rt.VmContext(instance, [rt.create_hal_module(instance, self._device), self._module])
+        self._module = rt.VmModule.mmap(vm_instance(), str(vmfb))
+        self._context = rt.VmContext(vm_instance(), [rt.create_hal_module(vm_instance(), self._device), self._module])
 
     def run(self, function: str, args: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Outputs of `function`; arguments that outputs live in are copied first and stay as they were."""

@@ -280,7 +280,7 @@ def installed_tree(tmp_path):
     return tmp_path
 
 
-PYTEST = ["python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+PYTEST = ["python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "0"]
 PIP_INSTALL = ["-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", "install", "-r"]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import iree.runtime as rt
@@ -63,6 +65,25 @@ def shared_device(key: int | str, create: Callable[[], rt.HalDevice]) -> rt.HalD
                 if changed:
                     _change_policy("SCHED_OTHER", "SCHED_BATCH")
         return _devices[key]
+
+
+@cache
+def _vm_instance() -> rt.VmInstance:
+    return rt.VmInstance()
+
+
+# The runtime reports an instance that exists at exit as a leak.
+atexit.register(_vm_instance.cache_clear)
+
+
+def vm_instance() -> rt.VmInstance:
+    """Return this process's only VmInstance; the first call creates it.
+
+    A second instance would register the runtime's types again, in variables that calls in other
+    threads read at the same time; such a call fails or crashes.
+    """
+    with _lock:
+        return _vm_instance()
 
 
 def release_devices() -> None:

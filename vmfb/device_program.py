@@ -18,6 +18,7 @@ import numpy as np
 from castiron.emitter.abi import Function
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.cache import cache_root, keep
+from castiron.vmfb.device import vm_instance
 from castiron.vmfb.drivers import LESS_MEMORY, DeviceError, allocating, find_device, open_device
 from castiron.vmfb.known_answer import KnownAnswer
 from castiron.vmfb.manifest import DEVICE, WEIGHTS, BundleError
@@ -59,13 +60,13 @@ class DeviceProgram(Program):
         # The weights are in device memory.
         self._mapped = None
 
-    def _open(self, instance: rt.VmInstance, threads: int) -> rt.HalDevice:
+    def _open(self, threads: int) -> rt.HalDevice:
         return open_device(self.info)
 
-    def _parameters(self, instance: rt.VmInstance, weights: Any) -> Callable[[], rt.VmModule]:
+    def _parameters(self, weights: Any) -> Callable[[], rt.VmModule]:
         self._upload = upload = Upload(self.info, self.device, read_irpa(weights), self._bundle.progress)
-        module = rt.VmModule.copy_buffer(instance, self._bundle.part(DEVICE).read_bytes())
-        self.transfer = Transfer(instance, self.device, upload.module, module)
+        module = rt.VmModule.copy_buffer(vm_instance(), self._bundle.part(DEVICE).read_bytes())
+        self.transfer = Transfer(self.device, upload.module, module)
         release_at_exit(self, "transfer", "_upload")
         return lambda: upload.module
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import io
 import mmap
 import os
@@ -26,7 +27,7 @@ import numpy as np
 from castiron.emitter.abi import Function
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.cpu import physical_cores
-from castiron.vmfb.device import device, lower_priority, release_devices
+from castiron.vmfb.device import device, lower_priority, release_devices, vm_instance
 from castiron.vmfb.manifest import WEIGHTS, BundleError, Manifest
 from castiron.vmfb.record import short
 from castiron.vmfb.weights import WeightsError, read_irpa
@@ -79,15 +80,15 @@ class Loaded:
         compiled modules by file name. check: called with each file name and module before any code
         of the module runs. Raise one of `RUNTIME_ERRORS` if the runtime rejects a file.
         """
-        instance = rt.VmInstance()
-        self.threads, self.device = threads, self._open(instance, threads)
+        self.threads, self.device = threads, self._open(threads)
         # The runtime has no reference to the memory, so this attribute keeps it alive.
         self._mapped = weights
+        instance = vm_instance()
         # Copied, because the runtime reads a module again when it releases it.
         self.modules = {name: rt.VmModule.copy_buffer(instance, data) for name, data in modules.items()}
         for name, module in self.modules.items():
             check(name, module)
-        parameters = self._parameters(instance, weights)
+        parameters = self._parameters(weights)
         # This loads every weight, and fails if one is missing or too short.
         self.contexts = {
             name: rt.VmContext(instance, [rt.create_hal_module(instance, self.device), parameters(), module])
@@ -95,14 +96,14 @@ class Loaded:
         }
         _programs.add(self)
 
-    def _open(self, instance: rt.VmInstance, threads: int) -> rt.HalDevice:
+    def _open(self, threads: int) -> rt.HalDevice:
         return device(threads)
 
-    def _parameters(self, instance: rt.VmInstance, weights: Any) -> Callable[[], rt.VmModule]:
+    def _parameters(self, weights: Any) -> Callable[[], rt.VmModule]:
         """Return a function that creates an IREE module with the weights for one VmContext."""
         parameters = rt.ParameterIndex()
-        parameters.load_from_file_handle(rt.FileHandle.wrap_memory(weights), "irpa")
-        return lambda: rt.create_io_parameters_module(instance, parameters.create_provider(scope=SCOPE))
+        parameters.load_from_file_handle(rt.FileHandle.wrap_memory(_immortal_view(weights)), "irpa")
+        return lambda: rt.create_io_parameters_module(vm_instance(), parameters.create_provider(scope=SCOPE))
 
     def function(self, name: str) -> tuple[rt.VmFunction, Callable]:
         """Return the function `name`, and `VmContext.invoke` to call it; KeyError if absent."""
@@ -122,6 +123,19 @@ class Loaded:
     def call(self, entry: Function, operands: Sequence[Buffer]) -> Call:
         """Return a `Call` of the manifest's function `entry` with these operands."""
         return Call(self, entry, operands)
+
+
+def _immortal_view(memory: Any) -> ctypes.Array:
+    """Return an object over the same bytes that is never freed and does not keep `memory` alive.
+
+    The runtime drops its references to such an object without the GIL, on any worker thread: the
+    last worker of a call frees the call's buffers after the call has returned. For an object that
+    Python frees or uses at the same time, this corrupts Python's memory.
+    """
+    data = np.frombuffer(memory, np.uint8)
+    view = (ctypes.c_char * data.size).from_address(data.ctypes.data)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(view))
+    return view
 
 
 class Program(Loaded):

@@ -8,8 +8,11 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import iree.runtime as rt
+
 from castiron.vmfb.archive import Part
 from castiron.vmfb.bundle import Bundle, BundleWriter
+from castiron.vmfb.device import vm_instance
 from castiron.vmfb.manifest import LOG, MODEL, TEXT, BundleError, Manifest, is_module
 from castiron.vmfb.program import Program, check_functions
 from castiron.vmfb.targets import missing_features
@@ -56,10 +59,8 @@ def replace_module(bundle: Bundle, module: Path, out: Path) -> Bundle:
 
 
 def _check_module(module: Path, manifest: Manifest) -> None:
-    import iree.runtime as rt
-
     try:
-        loaded = rt.VmModule.mmap(rt.VmInstance(), str(module))
+        loaded = rt.VmModule.mmap(vm_instance(), str(module))
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise BundleError(

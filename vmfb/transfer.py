@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import iree.runtime as rt
 import numpy as np
 
+from castiron.vmfb.device import vm_instance
 from castiron.vmfb.program import RUNTIME_ERRORS, SessionError, release_at_exit, runtime_reason
 
 # transfer_part: a part of a buffer. transfer_fill: zeros. transfer_copy: `count` blocks of `length` bytes; in both buffers
@@ -151,10 +152,10 @@ def _allocate(allocator: rt.HalAllocator, nbytes: int) -> rt.HalBuffer:
 class Transfer:
     """Copies parts of device buffers; offsets, strides and lengths are in bytes."""
 
-    def __init__(self, instance: rt.VmInstance, device: rt.HalDevice, parameters: rt.VmModule, module: rt.VmModule):
+    def __init__(self, device: rt.HalDevice, parameters: rt.VmModule, module: rt.VmModule):
         """Load `module`, a bundle's device.vmfb; parameters: the IREE module with the weights."""
         self.device, self._module = device, module
-        self._context = rt.VmContext(instance, [rt.create_hal_module(instance, device), parameters, module])
+        self._context = rt.VmContext(vm_instance(), [rt.create_hal_module(vm_instance(), device), parameters, module])
         self._functions = {name: module.lookup_function(f"transfer_{name}") for name in ("part", "fill", "copy", "best")}
         self._staging = HostMemory(device, STAGING_BYTES)
         release_at_exit(self, "_staging", "_functions", "_context", "_module", "device")

@@ -187,7 +187,7 @@ class TimedKernel:
         import iree.runtime as rt
 
         from castiron.vmfb.compiler import compile_mlir
-        from castiron.vmfb.device import device, lower_priority
+        from castiron.vmfb.device import device, lower_priority, vm_instance
         from castiron.vmfb.program import Buffer, release_at_exit
         from castiron.vmfb.targets import resolve
 
@@ -197,9 +197,8 @@ class TimedKernel:
         with TemporaryDirectory(prefix="castiron-") as folder:
             path = Path(folder) / "timed.vmfb"
             compile_mlir(print_module(kernel_module(kernel, storage=True)), resolve("host"), path)
-            instance = rt.VmInstance()
-            module = rt.VmModule.copy_buffer(instance, path.read_bytes())
-        self._context = rt.VmContext(instance, [rt.create_hal_module(instance, self.device), module])
+            module = rt.VmModule.copy_buffer(vm_instance(), path.read_bytes())
+        self._context = rt.VmContext(vm_instance(), [rt.create_hal_module(vm_instance(), self.device), module])
         self._function = module.lookup_function("call")
         self._results = rt.VmVariantList(len(kernel.results))
         sizes = {name: type_.nbytes for name, type_ in kernel.tensors.items()}

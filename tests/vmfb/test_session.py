@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import re
 import subprocess
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import iree.runtime as rt
 import numpy as np
 import pytest
 
 from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.device import vm_instance
 from castiron.vmfb.manifest import WEIGHTS
 from castiron.vmfb.program import Program
 from castiron.vmfb.session import Session, SessionError
@@ -229,6 +233,26 @@ def test_threads_can_run_separate_sessions(toy_dir):
 
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(run, range(3))) == [[int(np.argmax(toy.Toy(CONTEXT).run(TOKENS[n:20])))] * 20 for n in range(3)]
+
+
+def test_programs_share_the_runtime_instance(toy_dir, monkeypatch):
+    """A second instance would change variables that calls in other threads read."""
+    vm_instance()
+    monkeypatch.setattr(rt, "VmInstance", lambda: pytest.fail("a second instance"))
+    assert Session(open_bundle(toy_dir), 2).prefill(TOKENS[:9]) == int(np.argmax(toy.Toy(CONTEXT).run(TOKENS[:9])))
+
+
+def test_the_runtime_never_frees_an_object_of_python(toy_dir, monkeypatch):
+    """A worker without the GIL may drop the runtime's last reference to the weights."""
+    wrap, given = rt.FileHandle.wrap_memory, []
+    monkeypatch.setattr(rt.FileHandle, "wrap_memory", lambda memory: (given.append(weakref.ref(memory)), wrap(memory))[1])
+    session = Session(open_bundle(toy_dir), 2)
+    session.prefill(TOKENS[:9])
+    mapped = weakref.ref(session.program._mapped)
+    del session
+    gc.collect()
+    assert mapped() is None and len(given) == 1
+    assert given[0]() is not None
 
 
 FORKING = """
