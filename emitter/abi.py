@@ -52,14 +52,15 @@ class Tensor:
 
 @dataclass(frozen=True)
 class State:
-    """A buffer that a sequence carries from call to call and that each call updates in place.
+    """A buffer with the state of one sequence, such as a KV cache; each call updates it in place.
 
-    kind: "positional" (a row for each position), "window" (a ring buffer of rows) or "recurrent"
-        (replaced by every token); `KINDS` has the shapes.
+    kind: "positional" (one row for each position of the sequence), "window" (a ring buffer with the
+        rows of the last positions) or "recurrent" (one value, which every token replaces).
     window: for the kind "window", how many positions a token attends to, the token itself included;
         otherwise 0.
     storage: the format of the elements, such as "f32" or "q8_0" (a key of `STORAGE`).
-    layers: indices of the model's layers whose data is in the buffer, in the order of dimension 0.
+    layers: the layers of the model that have data in the buffer. Entry i of dimension 0 belongs to
+        layer layers[i].
     """
 
     name: str
@@ -79,9 +80,9 @@ class State:
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def of(self, sequences: int) -> Tensor:
-        """Return the type of a buffer that has this state for `sequences` sequences.
+        """Return the name, shape and dtype of a buffer with this state for several sequences.
 
-        The states are concatenated along dimension 0.
+        The states of the sequences are concatenated along dimension 0.
         """
         return Tensor(self.name, (sequences * self.shape[0], *self.shape[1:]), self.dtype)
 
@@ -109,13 +110,14 @@ def ring_rows(window: int, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Role:
-    """A kind of function, such as prefill.
+    """A kind of function that compiled modules export, such as prefill.
 
-    name: pattern of the functions' names, such as "prefill_{}"; {} stands for the number of tokens.
-    operands, results: shapes by name. They omit the states, which every function takes and returns.
-    In a shape, "T" is the number of tokens of a call, "V" the vocabulary size and "H" the size of
-    hidden states. every_token: whether the results need the hidden states of all tokens of a call,
-    and not only of the last one.
+    name: pattern of the function names, such as "prefill_{}"; {} stands for the number of tokens.
+    operands, results: map names to shapes, in which "T" is the number of tokens of a call, "V" the
+        vocabulary size and "H" the hidden size. The states, which every function takes and returns,
+        are left out.
+    every_token: whether the results depend on the final hidden states of all tokens of a call. If
+        False, the hidden state of the last token is enough.
     """
 
     name: str
@@ -162,7 +164,7 @@ class Function:
 
     @property
     def sequences(self) -> int:
-        """Return the number of sequences whose states a call takes."""
+        """Return the number of sequences whose states a call takes: `width` for a batch, else 1."""
         return self.width if self.role == "batch" else 1
 
     def signature(self, states: Iterable[State], vocab: int, hidden: int = 0) -> Signature:

@@ -1,4 +1,4 @@
-"""Formats of weights: `Codec` describes a format; `Parts` has the unpacked arrays."""
+"""Formats of stored weights: `Codec` describes one; `Parts` has codes and scales of its blocks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,22 +9,23 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Parts:
-    """The arrays that are unpacked from n quantised blocks.
+    """The codes and scales of n quantised blocks, unpacked to one array for each kind of number.
 
-    A block has one or more groups of elements, as in ggml. The value of an element is
+    A block is divided into groups of elements, as in ggml. The value of an element is
 
         d * scale * code + sign * m * minimum
 
-    where d and m belong to the element's block, and scale and minimum to its group. The sign is
-    `Codec.minimum`: +1, -1, or 0 without minima.
+    where d and m belong to the block of the element, and scale and minimum to its group. The sign
+    is `Codec.minimum`: +1, -1, or 0 if the format has no minima.
 
-    codes: i8 [n, block].
-    d: the scale of each block, [n]: f16, f32, or u16 with the bits of a bf16. For a codec with
-        `exponents`, d is u8, and the scale is 2^(d - 128).
-    m: the factor of each block's minima, [n] f16; None if there are no minima. For a codec with
-        `zeros`, m is the block's zero point, [n] i8, and the formula has d * m in place of m.
-    scales, minima: the factors of each group, [n, groups] u8 or i8; None means 1. For a codec with
-        `small_floats`, scales are u8: the bits of an f16, shifted right by 7.
+    codes: i8 [n, block], one for each element. If `Codec.table` has fractions, a code is an index
+        in this table; if `Codec.e4m3`, it has the bits of a float.
+    d: [n], f16 or f32, or u16 with the bits of a bf16. If `Codec.exponents`, u8 numbers that stand
+        for 2^(d - 128).
+    m: [n], f16; None if the format has no minima. If `Codec.zeros`, the array has the zero point of
+        each block instead, i8, and the m of the formula is d * zero point.
+    scales, minima: [n, groups], u8 or i8; None stands for 1. If `Codec.small_floats`, scales are
+        u8: an f16 shifted right by 7 bits.
     """
 
     codes: np.ndarray
@@ -38,19 +39,21 @@ class Parts:
 class Codec:
     """A format in which rows of weights are stored, such as q4_k.
 
-    A row consists of blocks of `block` elements. In a quantised block, each element has a code, and
-    every `group` elements share a scale. `Parts` has the formula of an element's value.
+    A row consists of blocks of `block` elements. In a quantised format, each element is stored as a
+    code, and every `group` elements share a scale. `Parts` has the formula that computes elements
+    from codes and scales.
 
     splitter: unpacks blocks to `Parts`; None if the format is not quantised.
-    bits: size of a stored code. A code of 8 bits is stored as it is, signed.
-    offset, table: how a code of fewer bits is stored as an unsigned number. If there is a table,
-        the number is the index of the code in `table`. If not, the number is the code plus
-        `offset`.
-    minimum: whether a group's minimum is added to its elements (+1) or subtracted (-1); 0 if groups
-    have no minimum.
-    exponents: whether a block's scale is stored as an exponent, as in OCP's MX formats.
-    small_floats: whether a group's scale is an E4M3 float, as in NVIDIA's NVFP4.
-    zeros: whether a block has a zero point, from which its minima follow.
+    bits: number of bits of a code, as packed for kernels. Codes of 8 bits are signed. Shorter codes
+        are packed as unsigned numbers, as `table` or `offset` says.
+    table: if not empty, the values of the codes; a code is packed as its index in this table.
+    offset: without a table, the number that is added to a code when it is packed.
+    minimum: +1 if each group has a minimum that is added to its elements, -1 if the minimum is
+        subtracted, 0 if groups have no minimum.
+    exponents: whether the scale of a block is stored as an exponent of 2, as in OCP's MX formats.
+    small_floats: whether the scale of a group is an E4M3 float, as in NVIDIA's NVFP4.
+    zeros: whether each block stores a zero point; the minimum that is subtracted is then the scale
+        times the zero point.
     e4m3: whether codes are 8-bit floats of OCP's type E4M3.
     """
 
@@ -70,7 +73,7 @@ class Codec:
 
     @property
     def code_bits(self) -> int:
-        """Return the number of bits of a decoded code: 8 with a `table`, otherwise `bits`."""
+        """Return how many bits a code has after look-up in `table`: 8 with a table, else `bits`."""
         return 8 if self.table else self.bits
 
     @property
@@ -88,9 +91,10 @@ class Codec:
 
     @cached_property
     def int8_scale(self) -> int:
-        """Return the factor by which `table` is multiplied before it is rounded to int8.
+        """Return the factor by which the values of `table` are multiplied to round them to int8.
 
-        It is the factor from 64 to 127 with the smallest square error, or 1 if there is no table.
+        Of the factors from 64 to 127, it is the one with the smallest sum of squared rounding
+        errors. It is 1 if the values are integers.
         """
         if self.has_integers:
             return 1
@@ -98,12 +102,19 @@ class Codec:
 
     @property
     def in_int8(self) -> "Codec":
-        """Return a copy whose table of floats is rounded to multiples of 1 / `int8_scale`."""
+        """Return a copy whose `table` values, times `int8_scale`, are integers that fit in int8.
+
+        For this, each value of the table is rounded to a multiple of 1 / `int8_scale`.
+        """
         return replace(self, table=tuple(round(self.int8_scale * value) / self.int8_scale for value in self.table))
 
     @property
     def summed(self) -> bool:
-        """Return whether a matmul needs sum(x) of each group: for an offset or for minima."""
+        """Return whether a matmul with x needs the sum of x over each group of elements.
+
+        It does if codes have an offset, or groups a minimum: a constant that is added to all
+        elements of a group adds constant * sum(x) to the result.
+        """
         return bool(self.offset or self.minimum)
 
     def split(self, blocks: np.ndarray) -> Parts:
@@ -116,7 +127,11 @@ class Codec:
 
 
 def _in_columns(blocks: np.ndarray) -> np.ndarray:
-    """Return bytes [n, b] in column order: NumPy is fast along columns, because they are long."""
+    """Copy bytes [n, b] to column-major order.
+
+    Splitters process the same byte of all n blocks at a time, which is fast if these n bytes are
+    contiguous.
+    """
     if blocks.shape[1] % 2:
         return np.asfortranarray(blocks)
     # NumPy copies two bytes with strides as fast as one byte.

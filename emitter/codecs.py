@@ -24,7 +24,10 @@ _ROWS_AT_ONCE_BYTES = 1 << 19  # limit for temporary arrays, without the result
 
 
 def rows_at_once(bytes_of_a_row: int) -> int:
-    """Return how many rows to convert at a time, so that temporary arrays stay small."""
+    """Return how many rows of weights to convert at a time: 512 KiB of them, but at least one row.
+
+    Temporary arrays then stay small.
+    """
     return max(1, _ROWS_AT_ONCE_BYTES // bytes_of_a_row)
 
 
@@ -106,7 +109,7 @@ def _split_mxfp4(b: np.ndarray) -> Parts:
 
 @np.errstate(over="ignore", invalid="ignore")  # `finite.are_finite` finds such scales
 def _split_nvfp4(b: np.ndarray) -> Parts:
-    """Unpack nvfp4 blocks: 36 bytes as in ggml, or 40 bytes as `with_scale` returns."""
+    """Unpack nvfp4 blocks of 36 bytes, as in ggml, or of 40 bytes, which end with an f32 scale."""
     # ggml reads 0x7F as 0, and ignores the sign bit. Its E4M3 has an exponent bias of 7, f16 one of 15, and the table's
     # values are doubled: hence 2^(15 - 7 - 1).
     scales = np.where(b[:, :4] == 0x7F, 0, b[:, :4] & 0x7F).astype(np.uint8)
@@ -135,10 +138,11 @@ def _split_q2_0(b: np.ndarray) -> Parts:
 
 
 def _ternary(columns: np.ndarray, digits: int) -> np.ndarray:
-    """Unpack bytes [n, b] to numbers -1, 0 and 1, [n, b * digits].
+    """Unpack bytes with `digits` ternary digits each, as in ggml's tq1_0, to numbers -1, 0 and 1.
 
-    The first `digits` digits of the fraction byte / 256 in base 3 are the numbers plus 1. The
-    result has the first number of every byte, then the second number of every byte, and so on.
+    columns: u8 [n, b]. A byte divided by 256 is a fraction; its first digits in base 3 are the
+    numbers plus 1. The result, i8 [n, digits * b], has the first number of every byte, then the
+    second number of every byte, and so on.
     """
     powers = (3 ** np.arange(digits)).astype(np.uint8)
     found = (columns[:, None, :] * powers[:, None]).astype(np.uint16) * 3 >> 8
@@ -209,7 +213,7 @@ def codec_of(name: str) -> Codec:
     try:
         return CODECS.get(name) or SCALED[name]
     except KeyError:
-        raise ValueError(f"weight type {name!r} is unknown; use one of {', '.join(CODECS)}") from None
+        raise ValueError(f"unknown weight type: {name!r}; use one of {', '.join(CODECS)}") from None
 
 
 def row_bytes(codec_name: str, in_features: int) -> int:
@@ -220,7 +224,10 @@ def row_bytes(codec_name: str, in_features: int) -> int:
     codec = codec_of(codec_name)
     blocks, rest = divmod(in_features, codec.block)
     if rest:
-        raise ValueError(f"a {codec.name} row has {in_features} elements; use a multiple of {codec.block}")
+        raise ValueError(
+            f"row length is not a multiple of the {codec.name} block size: {in_features} elements; "
+            f"use a multiple of {codec.block}, or another weight type"
+        )
     return blocks * codec.block_bytes
 
 
@@ -231,7 +238,10 @@ def in_features_of(codec: Codec, raw: np.ndarray) -> int:
     """
     blocks, rest = divmod(raw.shape[-1], codec.block_bytes)
     if rest:
-        raise ValueError(f"a {codec.name} row has {raw.shape[-1]} bytes; use a multiple of {codec.block_bytes}")
+        raise ValueError(
+            f"row size is not a multiple of the {codec.name} block size: {raw.shape[-1]} bytes; "
+            f"use a multiple of {codec.block_bytes} bytes"
+        )
     return blocks * codec.block
 
 
@@ -244,10 +254,11 @@ def _dequantise_rows(codec: Codec, raw: np.ndarray) -> np.ndarray:
 
 
 def numbers(codec: Codec, parts: Parts) -> Parts:
-    """Return `parts` as plain numbers for the formula of `Parts`.
+    """Convert the codes, scales and zero points in `parts` to numbers for the formula of `Parts`.
 
-    Scales stored as exponents, bf16 or E4M3 become floats, and a zero point m becomes d * m. Codes
-    that are E4M3, or indices in a table, become floats.
+    Scales that are stored as exponents, bf16 or E4M3 become floats. So do codes that are E4M3
+    floats, or indices in a table with fractions. A zero point is replaced by m = d * zero point.
+    Other arrays do not change.
     """
     d, m, scales, codes = parts.d, parts.m, parts.scales, parts.codes
     if codec.exponents:

@@ -1,10 +1,11 @@
-"""Unpack blocks of ggml's IQ1, IQ2 and IQ3 types, whose codes are values in a grid.
+"""Unpack blocks of ggml's IQ1, IQ2 and IQ3 types, whose codes come from a fixed grid.
 
 A grid is a list of vectors of four or eight values. A block stores one index of a vector for each
 four or eight elements.
 
-`iq_grids.json` has ggml's grids (ggml-common.h) in base64. A value of a grid is stored in `_BITS`
-bits, lowest bits of a byte first, as an index in `_LEVELS`.
+`iq_grids.json` has ggml's grids (ggml-common.h) in base64. There, each value of a vector is an
+index in `_LEVELS`. Such an index takes two or four bits (`_BITS`), and the first index of a byte is
+in its lowest bits.
 """
 
 import json
@@ -112,11 +113,12 @@ def _iq3_s(b: np.ndarray) -> Parts:
 
 
 def _shifted(indices: np.ndarray, minus: np.ndarray) -> np.ndarray:
-    """Return the codes of an IQ1 type, i8 [n, 256]: 8 times a value of the grid, plus or minus 1.
+    """Return the codes of an IQ1 type, i8 [n, 256]: 8 * (value of the grid) + 1, or - 1.
 
-    indices: [n, 32], the index of a vector of the grid for every eight codes. minus: [n, k], a
-    number for each 256 / k consecutive codes. 0 adds 1 to these codes; any other number subtracts
-    1.
+    indices: [n, 32]; each selects the vector of the grid with the values of eight consecutive
+        codes.
+    minus: [n, k], one number for each 256 / k consecutive codes. If it is 0, 1 is added to these
+        codes, otherwise 1 is subtracted.
     """
     return 8 * _entries("iq1_s", indices) + np.where(np.repeat(minus, 256 // minus.shape[1], axis=1), -1, 1).astype(np.int8)
 

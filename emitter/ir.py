@@ -49,9 +49,10 @@ class Op:
 class Source:
     """The recipe for a parameter's bytes: checkpoint tensors and a function that packs them.
 
-    tensors: the name of each checkpoint tensor, and the codec of the bytes that `pack` gets. pack:
-    gets one uint8 array `[*shape[:-1], row_bytes]` for each tensor, and returns the array that the
-    weights file stores.
+    tensors: (name, codec) of each checkpoint tensor. `pack` gets the tensor's rows in the format of
+        this codec, such as "q4_k".
+    pack: a function with one argument for each tensor, a uint8 array [..., row_bytes]. It returns
+        the array that the weights file stores.
     """
 
     tensors: tuple[tuple[str, str], ...]
@@ -73,7 +74,8 @@ class Graph:
 
     storage: maps the index of an output to the input whose buffer that output overwrites (a state
         that is updated in place).
-    entry, states: the role and width of a model's function, and the states that it updates.
+    entry, states: for an exported function of a model, such as `prefill_32`, its role and width,
+        and the states (such as KV caches) that it updates.
     length: the input with the number of tokens that are not padding; None without padding.
     """
 
@@ -204,14 +206,17 @@ def append(
     """
     for operand in operands:
         if not isinstance(operand, Value):
-            raise fail(kind, f"an operand is {type(operand).__name__}; pass a Value of the graph")
+            raise fail(kind, f"operand is not a Value of the graph: {type(operand).__name__}; pass a Value")
     values = tuple(Value(type_) for type_ in results)
     _top().function.ops.append(Op(kind, tuple(operands), values, dict(attrs or {}), current_path()))
     return values
 
 
 def parameter(param: Param) -> Value:
-    """Return the value of `param` in the function being built; the first call appends the read."""
+    """Return the value of `param` in the function being built.
+
+    For the first use of `param` in the function, an operation that reads it is appended.
+    """
     top = _top()
     top.module.add_param(param)
     if param.name not in top.params:

@@ -24,11 +24,12 @@ class Kernel:
     workgroups: number of workgroups of a dispatch.
     write: emits the body when called as write(body, **arguments). The arguments are memrefs and
         index values by name, for all operands, and for the results that are not in `in_place`.
-    reference: computes the results by name from the operands by name, in NumPy.
+    reference: a function in NumPy that computes the results. It gets the operands by name and
+        returns the results by name.
     flops, nbytes: FLOPs and bytes of memory traffic of a call. A number, or a function of the
         position of the call's first token in the sequence.
     in_place: maps the name of a result to the name of the operand that this result overwrites.
-    matmul: the `Matmul` that the kernel computes, if `castiron tune` can vary its tiles, or None.
+    matmul: a `Matmul` if `castiron tune` can tune the tile sizes of this kernel, otherwise None.
     fenced: whether compilers must not fuse a multiplication and an addition into an fma.
     """
 
@@ -51,12 +52,12 @@ class Kernel:
 
     @property
     def indices(self) -> list[str]:
-        """Return the names of the scalar index operands, in order."""
+        """Return the names of the operands that are scalar indices, in order."""
         return [name for name, t in self.operands.items() if t == INDEX]
 
     @property
     def index_type(self) -> str:
-        """Return the type of the scalar index operands in a dispatch."""
+        """Return the MLIR type in which a dispatch passes scalar index operands."""
         return INDEX
 
     def work(self, position: int) -> tuple[int, int]:

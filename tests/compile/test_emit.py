@@ -141,7 +141,7 @@ def test_help_lists_the_shape_of_each_kernel_and_its_example_fits(capsys):
         ("--kernel gemv --shape 576", "--shape takes OUTxIN, such as 1536x576"),
         ("--kernel gemv --shape 0x32", "--shape takes OUTxIN"),
         ("--kernel gemv --shape 16x33 --codec q4_1", "multiple of 32"),
-        ("--kernel gemv --shape 16x32 --codec q9", "weight type 'q9' is unknown"),
+        ("--kernel gemv --shape 16x32 --codec q9", "unknown weight type: 'q9'"),
         ("--kernel gemv --shape 16x32 --tokens 4", "gemv does not take 4 tokens; --tokens takes 1"),
         ("--kernel gemm --shape 16x32 --tokens 8", "--tokens takes 9 and up"),
         ("--kernel argmax --shape 16 --tokens 0", "--tokens takes 1 and up"),

@@ -260,6 +260,6 @@ def test_text_differs_where_names_differ():
 
 def test_rejects_heads_that_exceed_the_stack():
     with pytest.raises(
-        ValueError, match="needs .* bytes of stack for 71 query heads per kv head and head_dim 64, but the limit is"
+        ValueError, match="exceeds the stack limit of .* bytes for 71 query heads per kv head and head_dim 64; use a model"
     ):
         attention_decode(Caches(1, 64), HeadLayout(71, 1, 64, 64), Scores(1.0), isa=AVX2)

@@ -64,9 +64,9 @@ def test_block_sizes_are_those_of_ggml(codec):
 
 @pytest.mark.parametrize("codec", BLOCKED)
 def test_rejects_partial_blocks(codec):
-    with pytest.raises(ValueError, match=f"{codec} row has .*multiple of"):
+    with pytest.raises(ValueError, match=f"not a multiple of the {codec} block size: .*; use a multiple of"):
         row_bytes(codec, CODECS[codec].block + 1)
-    with pytest.raises(ValueError, match=f"{codec} row has .*multiple of"):
+    with pytest.raises(ValueError, match=f"not a multiple of the {codec} block size: .*; use a multiple of"):
         dequantise(codec, np.zeros((2, CODECS[codec].block_bytes + 1), np.uint8))
 
 
@@ -79,7 +79,7 @@ def test_the_scale_of_an_nvfp4_tensor_multiplies_its_values():
 
 
 def test_unknown_codec_names_the_known_ones():
-    with pytest.raises(ValueError, match="'q1_k' is unknown; use one of f32, f16, .*q6_k"):
+    with pytest.raises(ValueError, match="unknown weight type: 'q1_k'; use one of f32, f16, .*q6_k"):
         row_bytes("q1_k", 256)
 
 

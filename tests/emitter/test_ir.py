@@ -57,7 +57,7 @@ def test_a_function_has_one_node_and_one_type_per_parameter():
 
 
 def test_operands_are_values_of_the_graph():
-    with pytest.raises(EmitError, match=r"negate.* in layers.7: an operand is float"), Module("m").function("f"):
+    with pytest.raises(EmitError, match=r"negate.* in layers.7: operand is not a Value .*: float"), Module("m").function("f"):
         with scope("layers.7"):
             append("negate", (1.5,), (ROW,))
 

@@ -106,5 +106,5 @@ def test_conversion_dequantises_and_encodes(source):
 
 
 def test_rejects_partial_blocks():
-    with pytest.raises(ValueError, match="a q4_k row has 288 elements; use a multiple of 256"):
+    with pytest.raises(ValueError, match="q4_k block size: 288 elements; use a multiple of 256"):
         convert("f32", np.zeros((2, 288 * 4), np.uint8), "q4_k")

@@ -1,16 +1,17 @@
 """Compute attention of one new token: rotary embedding, cache append and softmax in one dispatch.
 
-Workgroups divide a short context by kv head. They divide a long context by position, so that all
-threads read equal parts of the cache in memory order:
+In a short context, each workgroup computes one kv head at all positions. In a long context, each
+workgroup computes several kv heads at a part of the positions, so that all threads read equal parts
+of the cache in memory order:
 
-    each workgroup: some kv heads with their query heads; in a long context, also a part of the positions
+    each workgroup: its kv heads with their query heads
       q [heads, head_dim] = scale * rope(norm(q))                                                        stack
       short context, or first part of a long context:
         append rope(norm(k)) and v of the token to the caches, and start the softmax with them          memory
       for tile of positions before the token: update the softmax                  as in `attention.workgroup`
       short context: out [heads, head_dim] = weighted sum of values / sum of weights                    memory
-      long context: store both sums in `parts`                                                          memory
-        the workgroup that finishes last combines all parts into out
+      long context: store the weighted sum of values and the sum of weights in `parts`                  memory
+        the workgroup that finishes last combines the sums of all workgroups and stores out             memory
 
 The token's own key and value come from qkv, so no workgroup reads a cache row that this dispatch
 writes.
@@ -84,9 +85,11 @@ class DecodeTokens:
         return position, b.negate(b.less(row, b.to_index(b.load(given["length"]))))
 
     def runs(self, given: Mapping[str, np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield (index of sequence, first row of qkv, token positions i64 [n]), without idle rows.
+        """Yield the consecutive tokens of each sequence, for references in NumPy.
 
-        given: the kernel's operands as NumPy arrays, by name.
+        An item is (index of the sequence, first row of qkv, positions i64 [n]): the n tokens are in
+        n consecutive rows. Idle rows are left out. given: the kernel's operands as NumPy arrays, by
+        name.
         """
         if self.kind == "one":
             yield 0, 0, np.reshape(given["position"], 1)
@@ -97,16 +100,19 @@ class DecodeTokens:
             yield from ((i, i, np.array([at])) for i, at in enumerate(given["position"].tolist()) if at >= 0)
 
     def item(self, b: Body, units: int) -> tuple[Index, Index]:
-        """Return (row of qkv, number of this workgroup among the row's `units` workgroups)."""
+        """Return (row of qkv that this workgroup computes, index of the workgroup for this row).
+
+        units: number of workgroups that compute a row. The index is in 0 .. units - 1.
+        """
         unit = b.workgroup()
         return (0, unit) if self.kind == "one" else (b.div(unit, units), b.rem(unit, units))
 
     def layer(self, b: Body, layer: Index, row: Index, layers: int) -> Index:
-        """Return the index of a layer in dimension 0 of the caches.
+        """Return the index of a layer of the token's sequence in dimension 0 of the caches.
 
         In a batch, this dimension has all layers of the first sequence, then all layers of the
-        second, and so on. layer: index of the layer in one sequence. row: row of the token. layers:
-        size of the dimension.
+        second, and so on. layer: index of the layer in the model. row: row of the token in qkv; in
+        a batch, this is the index of the sequence. layers: size of dimension 0.
         """
         return b.add(b.mul(row, layers // self.count), layer) if self.kind == "batch" else layer
 
@@ -124,20 +130,21 @@ def attention_decode(
 ) -> Kernel:
     """Return the kernel of attention for one token in each row of qkv.
 
-    The kernel also normalises and rotates q and k, and appends k and v to the caches. For a chunk
-    of a prompt (`tokens`), k and v must be in the caches before.
+    The kernel normalises and rotates q and k, appends k and v to the caches, and computes
+    attention. If `tokens` is a chunk of a prompt, k and v must already be in the caches, and the
+    kernel does not append them.
 
-    Operands: qkv f32 [T, layout.row]; cos, sin, q_norm, k_norm as in `HeadLayout.operands`; sinks
-        f32 [heads] if `scores.sinks`; position i32 (a batch: [T]; a chunk: start i32 and length i32
-        instead); k_cache, v_cache; counters i32 [T * groups of kv heads]; layer, an index. T is
-        `tokens.count`.
+    Operands: qkv f32 [T, layout.row] with T = tokens.count; cos, sin, q_norm, k_norm as in
+        `HeadLayout.operands`; sinks f32 [heads] if `scores.sinks`; position i32 (for a batch [T],
+        for a chunk start i32 and length i32 instead); k_cache, v_cache; counters, i32 [n]; layer,
+        an index.
     Results: out f32 [T, heads * head_dim]; k_cache, v_cache and counters, in place; parts, scratch
         memory for partial results.
 
     A context of more than `split_from` positions (None: a default) is divided among at most
-    `splits` workgroups; `splits` must be a power of two. A counter counts the workgroups that have
-    finished. All layers share the counters. They must be zero before the first call, and are zero
-    after each call.
+    `splits` workgroups; `splits` must be a power of two. The counters count the workgroups that
+    have finished, so that the last one combines the results. All layers share the counters. They
+    must be zero before the first call, and are zero after each call.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
     context, cache = caches.context, caches.format
@@ -242,9 +249,9 @@ def attention_decode(
 
 
 def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
-    """Return into how many kernel calls the query heads of a kv head are divided.
+    """Return the number of kernel calls among which the query heads of a kv head are divided.
 
-    It is the smallest number for which the queries and partial results of a call fit on the stack.
+    It is the smallest number with which the queries and partial results of a call fit on the stack.
     """
     if layout.qk_norm_row:  # a norm over complete rows needs all heads
         return 1
@@ -261,16 +268,17 @@ def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
         if shape.stack_bytes <= STACK_BYTES:
             return shape
     raise ValueError(
-        f"attention_decode needs {shape.stack_bytes} bytes of stack for {layout.group} query heads per kv head and head_dim "
-        f"{layout.head_dim}, but the limit is {STACK_BYTES}; reduce the query heads per kv head, or head_dim"
+        f"attention_decode exceeds the stack limit of {STACK_BYTES} bytes: {shape.stack_bytes} bytes for {layout.group} query "
+        f"heads per kv head and head_dim {layout.head_dim}; use a model with fewer query heads per kv head, or smaller heads"
     )
 
 
 class _Parts:
-    """The partial results of the workgroups that share one long context.
+    """Partial results of attention, one from each workgroup that computes a part of the context.
 
-    For T rows of qkv, the memref `scratch` has three arrays. w is exp(score - reference), and the
-    reference is close to a head's max score.
+    A partial result of a query head has a reference, which is close to the max score, and sums of
+    weights w = exp(score - reference). For T rows of qkv, the memref `scratch` has three arrays:
+
     - [T, heads, splits, head_dim]: sums of w * value
     - [T, heads, splits]: references
     - [T, heads, splits]: sums of w
@@ -299,10 +307,10 @@ class _Parts:
                 b.vstore(value, self.scratch, b.add(b.mul(row, self.hd), d.index))
 
     def join(self, head: Ssa, count: Index, out: Ssa, width: int) -> None:
-        """Emit code that combines the first `count` partial results of query head `head`.
+        """Emit code that combines the results of `count` workgroups for query head `head`.
 
-        out: memref f32 [T, heads * head_dim], which gets the combined result. width: number of
-        elements of a vector.
+        out: memref f32 [T, heads * head_dim], in which the code stores the combined result. width:
+        number of elements of a vector.
         """
         b, splits = self.b, self.splits
         row = b.mul(b.add(self.before, head), splits)

@@ -14,12 +14,12 @@ softmax needs no sums across lanes:
         out += scores^T @ v_cache[layer, keys, kv head]                                            memory
       out = out / sums; zeros in the rows of padding
 
-Both matmuls run in register tiles: of `rows` keys, and of `out_columns` pairs x `out_vectors`
-vectors of head_dim. An f32 cache is read in place. Keys of other caches are converted to f32 on the
-stack, `depth` elements of each key at a time.
+Both matmuls add up a part of their result in registers: `rows` keys x `columns` pairs of the
+scores, and `out_columns` pairs x `out_vectors` vectors of out. An f32 cache is read in place. The
+keys of other caches are converted to f32 on the stack, `depth` elements of each key at a time.
 
-Tiles of later tokens attend to more keys, so they are computed first, and each workgroup gets long
-and short tiles.
+Tiles of later tokens attend to more keys. They are computed first, and each workgroup gets long and
+short tiles, so that all threads finish at about the same time.
 """
 
 from collections.abc import Callable, Sequence
@@ -128,12 +128,12 @@ def attention_prefill(caches: Caches, T: int, layout: HeadLayout, scores: Scores
 
 
 class _Shape:
-    """The tile sizes of `attention_prefill`.
+    """The tile sizes of `attention_prefill`, such that a tile fits in registers and on the stack.
 
     columns: number of (token, query head) pairs of a tile, in `vectors` vectors of `width` lanes.
-    rows: number of keys whose scores are in registers at a time.
-    out_columns, out_vectors: the registers have `out_vectors` vectors of the result of each of
-        `out_columns` pairs at a time. Such a vector has `out_width` elements of head_dim.
+    rows: number of keys whose scores are computed in registers at a time.
+    out_columns, out_vectors: the part of the result that is computed in registers at a time: for
+        each of `out_columns` pairs, `out_vectors` vectors of `out_width` elements of head_dim.
     """
 
     def __init__(self, columns: int, hd: int, isa: Isa, cache: Cache):
@@ -172,9 +172,10 @@ class _Shape:
 class _Tile:
     """A writer of the code for one tile: `shape.columns` (token, query head) pairs of one kv head.
 
-    A column is one of these pairs. For each column, the stack has the state of the online softmax,
-    the last position that the token attends to (`limits`), and where the column's result begins:
-    the row of `out` (`tokens`) and the element of this row (`offsets`).
+    Each pair is a column of the tile. The code stores on the stack, for each column: the maximum
+    and the sum of the online softmax; in `limits`, the position of the token; in `tokens`, the row
+    of `out` that has the result of the column; in `offsets`, the element of this row where the
+    result begins.
     """
 
     def __init__(self, b: Body, shape: _Shape, group: int, how: Scores, layer: Ssa, keys: Rows, values: Rows):
@@ -194,8 +195,9 @@ class _Tile:
         """Emit code that stores the scaled, transposed queries on the stack and starts the softmax.
 
         The code also sets the tile's result in `out` to zero. column: index of the tile's first
-        column among all columns of kv head `head`. q, out, sinks: memrefs of the kernel. start:
-        position of the first token. real: number of tokens that are not padding.
+        (token, query head) pair among all pairs of kv head `head`. q, out, sinks: memrefs of the
+        kernel's operands and result. start: position of the first token. real: number of tokens
+        that are not padding.
         """
         b, shape = self.b, self.shape
         self.column, self.head, self.token = column, head, b.div(column, self.group)
@@ -292,10 +294,11 @@ class _Tile:
                 b.vstore(b.select(seen, score, never), self.scores, b.add(j, i), c)
 
     def dots(self, first: Index, count: int, sums: list[Ssa], key: Callable[[int, Index], Ssa]) -> Sequence[Ssa]:
-        """Return `sums` plus the dot products of `shape.rows` keys with all queries of the tile.
+        """Emit code that adds dot products of keys and the tile's queries; return the new sums.
 
-        The dot products are over `count` elements of head_dim from `first` on. sums: a flat list of
-        [shape.rows][shape.vectors] vectors. key(i, d): returns element first + d of key i.
+        The code multiplies `shape.rows` keys and all queries of the tile, elements first .. first +
+        count - 1 of each. sums: for each key in turn, `shape.vectors` vectors with a sum for each
+        query. key(i, d): returns element first + d of key i.
         """
         b, shape = self.b, self.shape
 
@@ -330,11 +333,12 @@ class _Tile:
             b.vstore(total, self.sums, c)
 
     def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Ssa) -> None:
-        """Emit code for out = rescale * out + weights @ values, for one register tile of `out`.
+        """Emit code that adds the weighted values of a block of positions to a part of `out`.
 
-        rescale: a factor for each column, which adapts `out` to a new maximum score. weights: the
-        softmax weights of the tile. values: the values of `count` positions from `first` on. The
-        register tile begins at `column` and at element `d` of head_dim.
+        The code computes out = rescale * out + weights @ values. On the stack are the softmax
+        weights, and `rescale`, a factor for each column that adapts `out` to a new maximum score.
+        The values are those of `count` positions from `first` on. The part of `out` fits in
+        registers, and begins at `column` of the tile and at element `d` of head_dim.
         """
         b, shape = self.b, self.shape
         width = shape.out_width

@@ -22,12 +22,13 @@ from castiron.emitter.types import TensorType
 class Caches:
     """The shape and format of the two KV caches that attention kernels read and write.
 
-    layers: number of layers in a cache. The cache of a batch has the layers of every sequence of
-        the batch.
+    layers: size of dimension 0 of a cache: the layers of one sequence, or in a batch the layers of
+        all its sequences.
     context: max number of positions of a sequence.
     format: storage format of the key or value of a head.
-    ring: number of positions that a layer stores if the caches are ring buffers, or None. It must
-        exceed the attention window, and for a chunk of T tokens it must be at least window + T.
+    ring: number of positions that a layer stores if the caches are ring buffers, otherwise None. It
+        must exceed the attention window, and for a chunk of T tokens it must be at least window +
+        T.
     """
 
     layers: int
@@ -113,11 +114,11 @@ class Rows:
             self.b.prefetch(self.buffer, *at, *indices, near=near)
 
     def part(self, at: Sequence[Index], first: Index, size: int) -> Callable[[int], Ssa]:
-        """Return a function load(offset) for the f32 vector at element first + offset of a row.
+        """Return a function load(offset) that emits a load of one f32 vector of a row.
 
-        size: number of elements that the function may load, from `first` on; it must divide
-        `first`. These elements must be complete groups (elements with one scale), or be in one
-        group.
+        The vector begins at element first + offset. size: number of elements from `first` on that
+        may be loaded; it must divide `first`. In a quantised cache, in which groups of elements
+        share a scale, these elements must be complete groups or be in one group.
         """
         b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.indices(at)
         if not self.cache.grouped:

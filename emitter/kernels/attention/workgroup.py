@@ -13,9 +13,12 @@ because the factor exp(-reference) cancels:
         weights = exp(scores - reference); sums += weights                                              stack
         values [heads, head_dim] += weights . v_cache[layer, positions, kv head]        registers, then stack
 
-In long ranges, the kernel reads ahead: it loads one word of each cache line of the next rows, in
-memory order, which hardware prefetchers detect. It uses no prefetch instructions for this, because
-CPUs drop them when memory is busy.
+At the end, the result of a head is its weighted sum of values, `values`, divided by its sum of
+weights, `sums`.
+
+In a long range, the kernel reads ahead: it loads one word of each cache line of the next rows in
+memory order, a pattern that hardware prefetchers detect. It uses no prefetch instructions for this,
+because CPUs drop them when memory is busy.
 """
 
 from collections.abc import Mapping
@@ -34,7 +37,7 @@ SLACK = 30.0  # max difference of a score and its head's reference; e^30 is far 
 
 
 class Shape:
-    """The tile sizes of a workgroup that computes up to `per` kv heads, and its stack size."""
+    """The tile sizes and the stack size of a workgroup that computes at most `per` kv heads."""
 
     def __init__(self, layout: HeadLayout, isa: Isa, per: int, cache: Cache):
         hd = layout.head_dim
@@ -73,11 +76,13 @@ class Token:
 class Workgroup:
     """A writer of the code of a workgroup, which computes attention of one token for some kv heads.
 
-    For each query head that uses these kv heads, the stack has the state of an online softmax.
+    For each query head that uses these kv heads, the online softmax has three variables on the
+    stack: a reference (close to the max score), a sum of weights, and a weighted sum of values.
 
     Arguments of the methods:
     g: index of a query head among all query heads of this workgroup.
-    head: index of a kv head. heads: indices of query heads among those that use this kv head.
+    head: index of a kv head. heads: a range of indices of query heads, among those that use this kv
+        head.
     """
 
     def __init__(self, b: Body, layout: HeadLayout, isa: Isa, shape: Shape, how: Scores, caches: Caches):
@@ -155,11 +160,15 @@ class Workgroup:
                     self.sink(g.index, b.add(b.mul(self.first, self.group), g.index), b.extract(score, 0), one)
 
     def sink(self, g: Index, head: Index, score: Ssa, one: Ssa) -> None:
-        """Emit code that adds the sink of a query head, a score without a value, to the softmax.
+        """Emit code that adds the attention sink of a query head to the online softmax.
+
+        A sink is a learned score without a key and a value, so it adds to the sum of weights only.
+        Before, the softmax must have only the token's own key and value.
 
         head: here, the index of the query head in the model.
-        score: the scalar score of the token's own key, so far the only score in the softmax.
-        one: the vector 1, 0, 0, ...
+        score: the score of the token's own key, a scalar.
+        one: the vector 1, 0, 0, ..., because the sum of weights is a vector whose lanes are added
+            later.
         """
         b, lanes = self.b, self.lanes
         score, sink = (b.broadcast(x, lanes) for x in (score, b.load(self.token.given["sinks"], head)))
@@ -201,10 +210,11 @@ class Workgroup:
         return [self.b.add(low, g) for g in heads]
 
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
-        """Emit a load of one word of each cache line in `lines`, to prefetch from a KV cache.
+        """Emit loads of one word of each cache line in `lines`, which prefetch rows of a KV cache.
 
-        base: address of the KV cache. Line 0 begins at byte `at` of the kv heads of this workgroup,
-        counted from position `row` of the layer on.
+        The lines are counted in the rows of this workgroup's kv heads, as if those of other heads
+        were not in between. Line 0 begins `at` bytes after the first of these rows at position
+        `row`. base: address of the KV cache.
         """
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes
@@ -216,11 +226,11 @@ class Workgroup:
             b.touch(base, b.add(start, byte))
 
     def score_rows(self, head: Ssa, row: Index, j: Ssa, rows: int, ahead: bool) -> None:
-        """Emit code that stores the scores of positions row .. row + rows - 1 in `self.scores`.
+        """Emit code that computes the scores of positions row .. row + rows - 1 for one kv head.
 
-        The scores are of all query heads that use kv head `head`, in columns j .. j + rows - 1.
-        ahead: whether the code also prefetches the values of these positions, and the keys of the
-        next `rows` positions.
+        The code stores the scores of each query head that uses kv head `head` in `self.scores`
+        [query heads, positions of the tile], in columns j .. j + rows - 1. ahead: whether the code
+        also prefetches the values of these positions, and the keys of the next `rows` positions.
         """
         b, shape = self.b, self.shape
         near, following = row, b.add(row, rows)
@@ -297,9 +307,11 @@ class Workgroup:
             b.vstore(b.mulf(value, b.broadcast(factor, self.width)), self.values, g, d.index)
 
     def add_values(self, head: Ssa, heads: range, d: Index, first: Ssa, count: Index) -> None:
-        """Emit code that adds weight * value of `count` positions from `first` on to `self.values`.
+        """Emit code that adds weight * value of several positions to the weighted sums of values.
 
-        The code updates `self.columns` vectors of each query head, from element `d` of head_dim on.
+        The positions are first .. first + count - 1. The sums are those of the query heads `heads`,
+        for the elements of head_dim that registers hold at a time: `self.columns` vectors from
+        element `d` on.
         """
         b, width = self.b, self.width
         own_heads = self.own_heads(head, heads)

@@ -1,9 +1,10 @@
 """Find the index of the largest logit on a GPU: first in each part of a row, then among the parts.
 
-each workgroup: one part of a row; in the second dispatch: the results of all parts of a row
-  each thread: find the largest of every `THREADS`th logit, and its index             registers
-  until one logit is left: two threads compare their logits, and the larger is left   shared
-  out = index of this logit (0 if no logit is above -inf); first dispatch: also the logit  memory
+first dispatch, each workgroup: one part of a row of logits
+second dispatch, each workgroup: the results of all parts of a row
+  thread t: find the largest of logits t, t + THREADS, t + 2 * THREADS, ...                       registers
+  while there is more than one candidate: of each pair of threads, the larger logit remains       shared
+  out = index of the largest logit, or 0 if none is above -inf; first dispatch: also the logit    memory
 """
 
 from functools import cache

@@ -61,13 +61,14 @@ def _reference(
 def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: DecodeTokens, rows: Rows) -> Kernel:
     """Return the kernel of attention for one token of each sequence, or for a chunk of tokens.
 
-    Unless `tokens` is a chunk, the kernel also appends k and v to the caches.
+    The kernel normalises and rotates q. Unless `tokens` is a chunk, it also normalises and rotates
+    k, and appends k and v to the caches. For a chunk, k and v must already be in the caches.
 
-    Operands: rows0, ... as in `Rows.operands`; cos, sin, q_norm, k_norm as in
-    `HeadLayout.operands`; sinks f32 [heads] if `scores.sinks`; the positions as in
-    `DecodeTokens.operands`; k_cache, v_cache; layer, an index. Results: out f32 [T, heads *
-    head_dim], zero for padding and idle sequences; k_cache and v_cache, in place, unless `tokens`
-    is a chunk.
+    Operands: rows0, rows1, ..., which together have the columns of q, k and v (`Rows`); cos, sin,
+        q_norm, k_norm as in `HeadLayout.operands`; sinks f32 [heads] if `scores.sinks`; the
+        positions of the tokens as in `DecodeTokens.operands`; k_cache, v_cache; layer, an index.
+    Results: out f32 [T, heads * head_dim], zero for padding and idle sequences; unless `tokens` is
+        a chunk, k_cache and v_cache, in place.
     """
     cached = caches.types(layout.kv_heads, layout.head_dim)
     updated = {} if tokens.in_cache else cached
@@ -102,10 +103,11 @@ def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: Decode
 
 @cache
 def append(caches: Caches, layout: HeadLayout, T: int, rows: Rows) -> Kernel:
-    """Return the kernel that appends the prepared keys and values of a chunk of T tokens.
+    """Return the kernel that appends the keys and values of a chunk of T tokens to the caches.
 
-    Operands: those of `attention` for a chunk, except the sinks. Results: k_cache and v_cache, in
-    place; rows of padding are not stored.
+    Before, the kernel applies the norms and the rotary embedding of `layout`. Operands: those of
+    `attention` for a chunk, except the sinks. Results: k_cache and v_cache, in place; rows of
+    padding are not stored.
     """
     hd, tokens, cached = layout.head_dim, DecodeTokens("chunk", T), caches.types(layout.kv_heads, layout.head_dim)
     operands: dict[str, TensorType | str] = {
@@ -169,10 +171,12 @@ def _append(
 class _Writer:
     """A writer of the code of one workgroup: one query head of `queries` consecutive tokens.
 
-    A key or value is read once for all of these tokens. Arguments of the methods:
-    own_d: the elements of head_dim for which this thread computes the result.
-    subset: with more threads than elements, several threads share an element, and each adds some of
-        the keys. This is the number of the thread's part of the keys, otherwise 0.
+    The workgroup reads each key and value once for all of these tokens. Arguments of the methods:
+
+    own_d: indices of the elements of head_dim that this thread computes.
+    subset: if head_dim is smaller than the number of threads, several threads compute the same
+        element, each from a different subset of the keys. `subset` is the index of this thread's
+        subset; otherwise it is 0.
     """
 
     b: GpuBody
@@ -270,11 +274,16 @@ class _Writer:
         return b.load(found, at)
 
     def _block(self, base, high, at, q, ranges, own_d, subset, state: Sequence[Ssa]) -> list[Ssa]:
-        """Emit code that adds KEYS positions from `base` on to the online softmax.
+        """Emit code that adds `KEYS` positions from `base` on to the online softmax.
 
-        Return the new state. high: positions from `high` on are ignored. at: (layer, kv head). q:
-        shared memrefs of the queries. ranges: (firsts, ends); query i attends to positions
-        firsts[i] .. ends[i] - 1. state: maxima, sums of weights and sums of weighted values.
+        Return the new state of the softmax.
+
+        high: positions from `high` on are ignored.
+        at: (layer, kv head).
+        q: the query of each token, as shared memrefs f32 [head_dim].
+        ranges: (firsts, ends); query i attends to positions firsts[i] .. ends[i] - 1.
+        state: a list of the max score of each query, then the sum of weights of each query, then
+            the weighted sums of values of each query, for the elements `own_d`.
         """
         b, thread, n = self.b, self.thread, self.queries
         layer, kv_head = at
@@ -333,7 +342,12 @@ class _Writer:
         return b.at(found) if isinstance(found, int) else found
 
     def _store(self, head, first, maxima, sums, values, own_d, subset) -> None:
-        """Emit code that adds the sinks, divides by the sums of weights, and stores the results."""
+        """Emit code that stores the results: weighted sums of values divided by sums of weights.
+
+        If there are attention sinks, they are first added to the sums of weights. head: index of
+        the query head. first: row of the workgroup's first token. maxima, sums, values: the state
+        of the softmax, as in `_block`.
+        """
         b, thread, n, hd = self.b, self.thread, self.queries, self.layout.head_dim
         subsets = max(1, THREADS // hd)
         sums, values = list(sums), list(values)

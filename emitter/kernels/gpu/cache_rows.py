@@ -49,9 +49,9 @@ class CacheRows:
 
     @property
     def step(self) -> int:
-        """Return the number of elements that `load` returns.
+        """Return how many elements of a row `load` loads at a time: 4, 2 or 1.
 
-        It is the largest of 4, 2 and 1 that divides head_dim.
+        It is the largest of these numbers that divides head_dim.
         """
         return next(n for n in (4, 2, 1) if self.head_dim % n == 0)
 

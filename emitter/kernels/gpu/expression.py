@@ -1,9 +1,13 @@
-"""Tensors that a GPU kernel computes element by element where it reads or writes them.
+"""Operations that are fused into a GPU kernel, which computes them where it loads or stores.
 
-An expression is a graph of StableHLO operations on operands of a kernel. A kernel may get a
-`Computed` operand instead of a memref: a load computes the element. A kernel may get a `Finished`
-result instead of a memref: a store first applies an element-wise expression. So activations, gates,
-multipliers and slices need no dispatch and no memory.
+An expression is a graph of StableHLO operations. It is fused into a kernel in one of two ways:
+
+- An operand of the kernel is a `Computed` instead of a memref. Where the kernel loads an element,
+  it computes the element of the expression.
+- A result of the kernel is a `Finished` instead of a memref. Where the kernel stores an element, it
+  first applies the expression to it.
+
+So activations, gates, multipliers and slices need no dispatch and no memory.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ _NARROW = {"f16": 2, "bf16": 2, "i8": 4}  # elements in a word
 
 
 def is_supported(op: Op) -> bool:
-    """Return whether an expression may have the operation `op`."""
+    """Return whether `op` can be part of an expression that is fused into a GPU kernel."""
     per_word = {"f32": 1, "i32": 1, **_NARROW}
     numbers = all(v.type.elements % per_word.get(v.dtype.name, v.type.elements + 1) == 0 for v in (*op.operands, *op.results))
     if op.kind == "convert":
@@ -62,12 +66,13 @@ def is_supported(op: Op) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Expression:
-    """A tensor that a kernel computes from its operands, as a graph of operations.
+    """A graph of operations that a kernel computes where it loads or stores an element.
 
-    root: the tensor.
-    producers: the operation that computes each value that is not an operand.
-    names: the name of each operand.
-    hole: the kernel's own result, if the expression continues from it, as gate * y; else None.
+    root: the result of the graph.
+    producers: maps each value of the graph to the operation that computes it. Operands have none.
+    names: maps each value that is an operand of the kernel to the name of this operand.
+    hole: the value of the graph that stands for the kernel's own result, such as y in gate * y;
+        None if the graph does not use this result.
     """
 
     root: Value
@@ -92,19 +97,27 @@ class Expression:
     def element(
         self, b: GpuBody, given: Mapping[str, Any], index: Sequence[Index], hole: Ssa | FinishedHead | None = None
     ) -> Ssa:
-        """Emit code that computes an element; given: memrefs by name; hole: as in `_Elements`."""
+        """Emit code that computes one element of `root`.
+
+        given: memrefs of the kernel's operands by name. hole: the kernel's own result for the value
+        `self.hole`: its element, or the head that has the element.
+        """
         return _Elements(b, self, given, hole).at(self.root, index)
 
     def array(self, given: Mapping[str, np.ndarray], hole: np.ndarray | None = None) -> np.ndarray:
-        """Compute the tensor in NumPy, in f64; given: the operands by name."""
+        """Compute `root` in NumPy, in f64.
+
+        given: the kernel's operands by name. hole: the kernel's own result, for the value
+        `self.hole`.
+        """
         return _array(self, self.root, given, hole)
 
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """An operand that a kernel computes where it loads an element, instead of reading memory.
+    """An operand whose elements a kernel computes when it loads them, instead of reading memory.
 
-    given: the kernel's memrefs by name.
+    given: memrefs of the kernel's operands by name.
     """
 
     expression: Expression
@@ -140,12 +153,15 @@ class Finished:
 
 @dataclass(frozen=True, eq=False)
 class FinishedHead:
-    """One head of a result to which a kernel applies an expression before it stores the head.
+    """One head of a result, to which a kernel applies an expression before it stores the head.
+
+    Unlike in a `Finished`, an element of the expression may depend on all elements of the head, as
+    in an RMS norm.
 
     given: the kernel's memrefs by name.
     target: memref of the final result.
-    row: shared memref f32 [head_dim], which stores the head until all of its elements are computed.
-    token, head: index of the row, and of the head in it.
+    row: shared memref f32 [head_dim], which has the head until all of its elements are computed.
+    token: row of the result. head: index of the head in this row.
     """
 
     expression: Expression
@@ -165,7 +181,10 @@ class FinishedHead:
         return b.sub(column, b.mul(self.head, self.row.type.shape[0]))
 
     def finish(self, b: GpuBody, heads: int) -> None:
-        """Emit code that computes and stores the final result of the head."""
+        """Emit code that applies the expression to the head and stores the final result.
+
+        heads: number of heads in a row of the result.
+        """
         b.barrier()
         root = self.expression.root
         with b.strided(b.thread(), root.shape[1] // heads) as item:
@@ -175,9 +194,10 @@ class FinishedHead:
 
 @dataclass(frozen=True)
 class ComputedRows:
-    """An operand of a kernel whose rows are computed where they are loaded.
+    """An operand [rows, n] whose elements a kernel computes when it loads them.
 
-    rows: a function for each row that emits code of an element, from `GpuKernel.read_row`.
+    rows: for each row, a function that gets the index of an element and emits code that computes
+    it. `GpuKernel.read_row` returns such functions.
     """
 
     type: Type
@@ -193,8 +213,8 @@ class ComputedRows:
 class _Elements:
     """A writer of code that computes elements of an expression.
 
-    given: the kernel's memrefs by name. hole: the value of `expression.hole`: an element of the
-    kernel's result, or the head that has the element.
+    given: memrefs of the kernel's operands by name. hole: if the expression uses the kernel's own
+    result, the element of this result, or the head that has the element.
     """
 
     b: GpuBody

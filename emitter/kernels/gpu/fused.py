@@ -1,4 +1,4 @@
-"""Kernels that compute operands as they load them, and process results before storing them."""
+"""Fuse operations and other kernels into a GPU kernel, which saves dispatches and memory."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ THREADS = 64
 def fused(
     kernel: GpuKernel, inputs: Mapping[str, Expression], output: Expression | None, more: Mapping[str, Value]
 ) -> GpuKernel:
-    """Return a copy of `kernel` that computes some operands itself, and continues its result.
+    """Return a copy of `kernel` with expressions fused into its loads and its stores.
 
-    inputs: by operand name, the expression from which the copy computes an element that it loads.
-    output: the expression that the copy applies to its first result before it stores it, or None.
-    more: operands of the expressions that `kernel` does not have.
+    inputs: maps the name of an operand to an expression. Where `kernel` loads an element of the
+        operand, the copy computes the element of the expression.
+    output: an expression that the copy applies to its first result before storing it, or None.
+    more: operands of the expressions that `kernel` does not have, by name.
     """
     stored = {name: t for name, t in kernel.operands.items() if name not in inputs}
     result, *others = kernel.results
@@ -76,10 +77,12 @@ def fused(
 
 
 def with_rows(kernel: GpuKernel, names: Sequence[str], rows: GpuKernel, is_stored: bool) -> GpuKernel:
-    """Return a copy of `kernel` that also computes its operands `names`: the result of `rows`.
+    """Return a copy of `kernel` that runs the kernel `rows` itself to compute its operands `names`.
 
-    Each workgroup computes each row. is_stored: whether the copy also has the result `rows`, to
-    which each workgroup stores a part. The operands of `rows` get the prefix rows_.
+    These operands of `kernel` are the result of `rows`, such as a norm. In the copy, each workgroup
+    computes all rows of this result for itself. is_stored: whether the copy also has this result,
+    under the name "rows", because other kernels need it; then each workgroup stores a part of it.
+    The operands of `rows` get the prefix rows_.
     """
     ((result, type_),) = rows.results.items()
     outer = {name: t for name, t in kernel.operands.items() if name not in names}
@@ -117,10 +120,10 @@ def with_rows(kernel: GpuKernel, names: Sequence[str], rows: GpuKernel, is_store
 
 
 def pointwise(roots: Sequence[Expression], leaves: Mapping[str, Value]) -> GpuKernel:
-    """Return a kernel that computes each expression: results y0, y1, and so on.
+    """Return a kernel that computes each expression of `roots`; its results are y0, y1, and so on.
 
-    leaves: the operands of the expressions by name. Each thread computes one element of each result
-    at a time.
+    leaves: the operands of the expressions by name. Each thread computes one element of each
+    result.
     """
     results = {f"y{i}": e.root.type for i, e in enumerate(roots)}
     largest = max(t.elements for t in results.values())

@@ -48,11 +48,11 @@ def gemm(matmul: Matmul) -> Kernel:
         own_row, own_token = b.rem(thread, SIDE), b.div(thread, SIDE)
 
         def fill(tile: Ssa, pitch: int, count: int, read) -> None:
-            """Emit code that copies 16 elements of in_features from `count` rows to a transposed tile.
+            """Emit code that loads a part of the weight or of x into a tile in shared memory.
 
-            The rows are those of the weight or of x; row i becomes column i of the tile. read(i,
-            unit): returns elements 8 * unit .. 8 * unit + 7 of row i. pitch: elements in a row of
-            the tile.
+            The part has 16 consecutive elements of `count` rows. The tile is transposed: row i of
+            the weight or of x is column i of the tile. pitch: number of elements from one row of
+            the tile to the next. read(i, unit): returns elements 8 * unit .. 8 * unit + 7 of row i.
             """
             with b.strided(thread, count * depth) as item:
                 column, step = b.div(item.index, depth), b.rem(item.index, depth)

@@ -37,7 +37,7 @@ class SharedType(Type):
 
 
 class Loadable(Protocol):
-    """An operand in place of a memref; its elements are computed when they are loaded."""
+    """An operand that is not in memory: its elements are computed when a kernel loads them."""
 
     def load(self, b: GpuBody, *index: Index) -> Ssa:
         """Emit code that computes an element."""
@@ -45,7 +45,7 @@ class Loadable(Protocol):
 
 
 class Storable(Protocol):
-    """A result that is stored to as to a memref, but first applies an element-wise function."""
+    """A result that applies a function to each element when a kernel stores it."""
 
     def store(self, b: GpuBody, value: Ssa, *index: Index) -> None:
         """Emit code that computes the final element from `value`, and stores it."""
@@ -103,10 +103,10 @@ class GpuBody(Body):
 
     @contextmanager
     def after(self, workgroups: int) -> Iterator[None]:
-        """Emit the code of the `with` block for workgroups from number `workgroups` on.
+        """Emit the code of the `with` block for all workgroups except the first `workgroups` ones.
 
-        In the block, these workgroups are counted from 0. Their shared memory overlaps that of
-        earlier workgroups, because no workgroup runs both.
+        In the block, `workgroup()` counts from 0. So one dispatch can run two kernels. The block
+        may reuse the shared memory of the code before it, because no workgroup runs both.
         """
         with self.when(self.negate(self.less(self.workgroup(), workgroups))):
             self._before, self._reusable = self._before + workgroups, list(self._allocated)
@@ -147,10 +147,12 @@ class GpuBody(Body):
             yield loop
 
     def sums(self, thread: Ssa, values: Sequence[Ssa], lanes: int, op: str = "addf") -> tuple[Ssa, int]:
-        """Add each value over groups of `lanes` consecutive threads; `lanes` is a power of two.
+        """Emit code that adds each value over groups of `lanes` consecutive threads.
 
-        Return (memref, first). With n = threads / lanes groups, the sum of values[i] over group g
-        is element first + i * n + g of the shared memref. op: "addf", or "maxf" for maxima.
+        lanes: a power of two. op: "addf", or "maxf" for maxima instead of sums.
+
+        Return (memref, first): the sums are in shared memory. With n = threads / lanes groups, the
+        sum of values[i] over group g is element first + i * n + g of the memref.
         """
         count = len(values) * self.threads
         sizes, width = [count], lanes
@@ -177,7 +179,10 @@ class GpuBody(Body):
         return self.constant(str(n - (1 << 32) if n >> 31 else n), I32)
 
     def bits(self, op: str, a: Ssa, n: int) -> Ssa:
-        """Return `arith.{op}` of an i32 and the constant n; for a shift by 0 return `a` itself."""
+        """Return the result of `arith.{op}` with the i32 `a` and the constant `n`.
+
+        No code is emitted for a shift by 0 or an "ori" with 0: the result is `a`.
+        """
         return a if n == 0 and op in ("shli", "shrui", "ori") else self.binary(op, a, self.i32(n))
 
     def as_type(self, x: Ssa, type: Type) -> Ssa:
@@ -231,7 +236,7 @@ class GpuBody(Body):
         return self.number(self.bits("xori", byte, 0x80), 0x80), byte
 
     def four(self, buffer: Ssa, *indices: Index) -> list[Ssa]:
-        """Return the four numbers of an element of a memref of vector<4xT>."""
+        """Return the four elements of a vector that is loaded from a memref of vector<4xT>."""
         vector = self.load(buffer, *indices)
         type = Type(str(vector.type).removeprefix("vector<4x").removesuffix(">"))
         return [self.let(f"vector.extract {vector}[{i}] : {type} from {vector.type}", type) for i in range(4)]

@@ -14,25 +14,30 @@ from castiron.emitter.kernels.mlir.body import I32, Index, Ssa, memref_type
 
 @dataclass(frozen=True, eq=False)
 class GpuKernel(Kernel):
-    """A kernel whose code runs in each of `threads` threads of a workgroup.
+    """A kernel for GPUs; its code runs in each of the `threads` threads of a workgroup.
 
     The kernel is a `hal.executable.source`, so that each operand is a separate binding. In a
     `stream.executable`, an operand may begin at an offset in a binding; IREE's SPIR-V backend does
     not compile such an offset.
 
-    single_store: whether the code stores each element of the only result once and never reads it.
-    reads_often: operands that many workgroups read, and that a separate kernel should compute.
-    reads_rarely: operands whose elements are each read at most twice. This kernel may compute such
-        an operand itself, even if an element is a dot product.
-    heads: if not 0, workgroup i computes head i % heads of row i / heads of the first result
-        [rows, heads * head_dim]. Then this kernel may also apply operations that need all elements
-        of a head, such as an RMS norm, to its result.
-    read_row: None, or a function of the body, the index of a row of the only result, and the
-        operands. It emits code that all threads of a workgroup run, and returns a function that
-        emits code of an element of the row. Then another kernel may compute the result itself.
-    reads_rows: operands [tokens, n] of which each workgroup reads all rows, by row indices that are
-        Python integers, and how often it reads each element. This kernel may compute such an
-        operand with `read_row` of another kernel.
+    The other fields say which operations before and after this kernel can be fused into it:
+
+    single_store: whether the kernel stores each element of its only result once and never reads it.
+        Then element-wise operations on the result can be fused.
+    reads_often: operands that many workgroups read. The operations that compute them should not be
+        fused, because each workgroup would repeat them.
+    reads_rarely: operands whose elements are each read at most twice. Even dot products that
+        compute them may be fused.
+    heads: if not 0, workgroup i computes head i % heads of row i / heads of the first result, f32
+        [rows, heads * head_dim]. Then operations that need all elements of a head, such as an RMS
+        norm of the result, can be fused.
+    read_row: None, or a function that lets other kernels compute the result of this kernel for
+        themselves. read_row(body, row, **operands) emits code for a row of the only result, which
+        all threads of a workgroup run. It returns a function that emits code of one element of the
+        row.
+    reads_rows: maps an operand [tokens, n] to how often each workgroup reads each of its elements.
+        Such an operand can be computed with `read_row` of another kernel, so the code of this
+        kernel must index its rows by Python integers.
     """
 
     threads: int = 64

@@ -31,7 +31,7 @@ class Rows:
             if column < width:
                 return f"rows{i}", column
             column -= width
-        raise ValueError(f"no operand contains the {kind} heads: operand widths are {self.widths}; add the operand")
+        raise ValueError(f"Rows.widths has no columns for the {kind} heads: {self.widths}; pass the widths of q, k and v")
 
 
 @dataclass(frozen=True)

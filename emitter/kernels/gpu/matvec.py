@@ -1,14 +1,14 @@
 """Multiply a few rows of activations by a quantised weight: decoding, and experts.
 
-    each workgroup: `slots` slots; a slot is `lanes` threads that compute `rows` rows of the weight
-      each thread of a slot, for every `lanes`th unit of 8 elements of in_features:
+    each workgroup: `slots` groups of `lanes` threads; each group computes `rows` rows of the weight
+      thread l of a group, for units l, l + lanes, l + 2 * lanes, ... (a unit: 8 elements of in_features):
         x [tokens, 8] = the unit of x; with a norm: squares += x^2, x = x * norm weight    registers
         for row: totals[row, token] += scale * (codes [8] . x) + minimum * sum(x)          registers
-      add totals and squares over the threads of a slot                                       shared
+      add totals and squares over the threads of a group                                      shared
       y[token, row] = epilogue(total), with a norm: epilogue(total / rms)                     memory
 
-The weight is dequantised in registers. An RMS norm needs no separate pass over x, because
-1 / rms(x) is a factor of the result.
+The weight is dequantised in registers. An RMS norm needs no separate pass over x: its factor 1 /
+rms(x) is applied to the result.
 """
 
 from functools import cache
@@ -35,18 +35,19 @@ ROWS = 4
 def operands(matmul: Matmul, layout: Layout) -> dict[str, TensorType]:
     """Return the types of the operands of a GPU matmul by name, in order.
 
-    They are those of a CPU kernel, except the weight. With a GLU, the weight has the rows of gate,
-    then those of up. With experts, the weight has all rows of expert 0, then all rows of expert 1,
-    and so on.
+    They are `matmul.operands()` with another type of the weight: i32 [rows, words] in `layout`.
+    With a GLU, all rows of gate come before those of up. With experts, all rows of expert 0 come
+    first, then all rows of expert 1, and so on.
     """
     rows = matmul.out_features * matmul.blocks_per_result * max(1, matmul.experts)
     return matmul.operands() | {"weight": TensorType((rows, layout.row_words(matmul.in_features)), I32)}
 
 
 def define(matmul: Matmul, summed: int, x: np.ndarray, weight: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the reference result {"y": f32 [tokens, out]}, computed in NumPy in f64.
+    """Compute the reference result of a GPU matmul, {"y": f32 [tokens, out]}, in NumPy in f64.
 
-    summed: with experts, number of consecutive pairs whose results are added, or 0.
+    summed: for experts. If not 0, the results of each `summed` consecutive (token, expert) pairs
+    are multiplied by `weights` and added.
     """
     x = np.repeat(x.astype(np.float64), matmul.per_row, 0)
     if matmul.rms_eps is not None:
@@ -92,9 +93,10 @@ def finished(b: GpuBody, matmul: Matmul, dots: list[Ssa], given: dict[str, Ssa],
 
 
 def _lanes(units: int) -> int:
-    """Return how many threads compute a row of the weight, so that the fewest threads are idle.
+    """Return how many threads compute a row of the weight together: 64, 32, 16 or 8.
 
-    units: number of units of 8 elements in a row.
+    It is the number with which the fewest threads are idle at the end of a row. units: number of
+    units of 8 elements in a row.
     """
     idle = {lanes: -(-units // lanes) * lanes for lanes in (64, 32, 16, 8)}
     return min(idle, key=lambda lanes: (idle[lanes], -lanes))
@@ -102,14 +104,14 @@ def _lanes(units: int) -> int:
 
 @cache
 def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
-    """Return the kernel of a matmul of up to `MAX_TOKENS` tokens, or of (token, expert) pairs.
+    """Return the kernel of a matmul of up to `MAX_TOKENS` tokens, or of any number with experts.
 
-    Operands: see `operands`. Result: y f32 [tokens, out]. With experts, `tokens` is the number of
-    (token, expert) pairs.
+    Operands: see `operands`. Result: y f32 [tokens, out]. With experts, a row of y is the result of
+    one (token, expert) pair, and `matmul.tokens` is the number of pairs.
 
-    summed: with experts, the number of consecutive pairs whose results are added to one row of y,
-    or 0. If it is not 0, the operand `weights`, f32 [tokens], has a factor for each pair, and y and
-    the residual are [tokens / summed, out].
+    summed: for experts. If not 0, the kernel multiplies the result of each pair by its factor in
+    the operand `weights`, f32 [pairs], and adds the results of each `summed` consecutive pairs.
+    Then y and the residual are f32 [pairs / summed, out].
     """
     layout, inner, out = layout_of(matmul.codec), matmul.in_features, matmul.out_features
     tokens = 1 if matmul.experts else matmul.tokens
@@ -188,9 +190,10 @@ def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
 
 
 def _unit(b: GpuBody, decoder: Units, row: Index, unit: Index, xs: list[list[Ssa]], totals: list[Ssa]) -> list[Ssa]:
-    """Return `totals`, one for each x in `xs`, plus the dot products of x and a unit of the weight.
+    """Emit code that adds dot products of a unit (8 elements) of the weight and of x to `totals`.
 
-    xs: the same unit of each row of x. row: row of the weight.
+    Return the new totals, one for each row of x. xs: for each row of x, the elements of the unit.
+    row, unit: which row of the weight, and which unit of it.
     """
     codes, (scale, minimum) = decoder.codes(row, unit), decoder.scale(row, unit)
     if scale is None:

@@ -31,9 +31,9 @@ _ISA = ISAS["avx2"]  # for the operands and references of the CPU kernels, which
 
 
 def _like(kernel: Kernel, workgroups: int, threads: int, write) -> Kernel:
-    """Return a GPU kernel with the operands, results and reference of a CPU kernel.
+    """Return a GPU kernel with the operands, results, reference and cost of a CPU kernel.
 
-    write: writes the body of the GPU kernel.
+    write: emits the body of the GPU kernel.
     """
     name = "gpu_" + kernel.name.removesuffix(f"_{_ISA.name}")
     return GpuKernel(
@@ -51,7 +51,11 @@ def _zero(b: GpuBody, share: Share, y: Ssa, column: Index) -> None:
 def causal_conv(
     tokens: Tokens, features: int, positions: int, x: Columns, bias: bool = False, activation: str | None = None
 ) -> Kernel:
-    """Return the kernel of a causal convolution for GPUs, with the operands of the one for CPUs."""
+    """Return the GPU kernel of a depthwise causal convolution with a state, and an activation.
+
+    features: number of channels. positions: length of the filter. x: the columns of the operand x
+    that are convolved. Operands and results are those of the CPU kernel, `recurrent.causal_conv`.
+    """
     n, units = positions, -(-features // THREADS)
 
     def write(b: GpuBody, state: Ssa, layer: Ssa, y: Ssa, weight: Ssa, **given: Ssa) -> None:
@@ -76,7 +80,12 @@ def causal_conv(
 
 
 def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns]) -> Kernel:
-    """Return the kernel of the scan of Mamba 2 for GPUs, with the operands of the one for CPUs."""
+    """Return the GPU kernel of the scan of Mamba 2.
+
+    shape: (groups, heads, head_dim, n). columns: for each of the operands x, dt, B and C, the
+    columns that the kernel reads. Operands and results are those of the CPU kernel,
+    `recurrent.selective_scan`.
+    """
     groups, heads, head_dim, n = shape
     threads = -(-min(head_dim, 128) // 32) * 32
 
@@ -106,7 +115,12 @@ def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, C
 
 
 def gated_delta(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns], norm_eps: float | None = None) -> Kernel:
-    """Return the kernel of the gated delta rule for GPUs, with the operands of the one for CPUs."""
+    """Return the GPU kernel of the gated delta rule and a gated norm.
+
+    shape: (k_heads, heads, k_dim, v_dim). columns: for each of the operands q, k, v, alpha, beta
+    and z, the columns that the kernel reads. norm_eps: epsilon of the norm; None for no norm.
+    Operands and results are those of the CPU kernel, `recurrent.gated_delta`.
+    """
     k_heads, heads, k_dim, v_dim = shape
     threads = 1 << min(v_dim - 1, 127).bit_length()
 

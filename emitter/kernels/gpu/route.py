@@ -29,9 +29,14 @@ def route(
     """Return the kernel that chooses `top_k` experts of each of T tokens.
 
     Operands: logits f32 [T, experts], correction f32 [experts] if `correction`. Results: chosen i32
-    [T, top_k], best first, and weights f32 [T, top_k]. scores: "softmax" or "sigmoid". groups: (n,
-    m), where experts are divided into n groups, and only experts of the m best groups are chosen.
-    best: a group is rated by the sum of its `best` largest scores.
+    [T, top_k], best first, and weights f32 [T, top_k].
+
+    scores: the function that turns logits into scores, "softmax" or "sigmoid".
+    normalised: whether the weights of a token are divided by their sum.
+    correction: whether an operand is added to the scores for the choice, but not to the weights.
+    groups: (n, m): the experts are divided into n groups, and are chosen from the m best groups
+        only.
+    best: a group is as good as the sum of its `best` largest scores.
     """
     operands = {"logits": TensorType((T, experts), F32)}
     if correction:

@@ -1,14 +1,15 @@
 """The layout of weights for GPU kernels: rows of 32-bit words with the codes and their scales.
 
-A unit is 8 consecutive elements of a row. A row [in] has three parts, in this order:
+A unit is 8 consecutive elements of a row; a thread decodes one unit at a time. A row [in] has three
+parts, in this order:
 
-    low codes    for each unit, 1, 2, 4 or 8 words with codes of 4, 8, 16 or 32 bits;
-                 1 word with the lowest four bits of codes of 5 or 6 bits
-    high codes   for each unit, 8 or 16 bits: the upper bits of codes of 5 or 6 bits
+    low codes    codes of 4, 8, 16 or 32 bits: 1, 2, 4 or 8 words for each unit;
+                 codes of 5 or 6 bits: 1 word for each unit, with the lowest four bits of each code
+    high codes   codes of 5 or 6 bits: 8 or 16 bits for each unit, with the other bits of each code
     scales       scales and minima of groups or blocks, see `SCALES`
 
-Consecutive threads read consecutive words of a part. Codes of 4, 5, 6 and 8 bits are unsigned: the
-codec's signed code plus `Layout.offset`. Codes of 16 or 32 bits are floats.
+So consecutive threads read consecutive words. Codes of 4, 5, 6 and 8 bits are stored as unsigned
+numbers: the codec's signed code plus `Layout.offset`. Codes of 16 or 32 bits are floats.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ NATIVE = {
 
 
 def widened(codec_name: str) -> str | None:
-    """Return a note for users if GPU kernels store this codec in a larger format, else None.
+    """Describe the larger format in which GPU kernels store this codec; None if it is not larger.
 
-    The larger format has the same values. Codecs in `NATIVE` need none.
+    The text, such as "f32", shows users why a weight takes more memory than in the checkpoint. Its
+    values are the same.
     """
     if codec_name in NATIVE:
         return None
@@ -58,12 +60,14 @@ def widened(codec_name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a row of weights is stored as 32-bit words.
+    """How a row of weights is stored as 32-bit words for GPU kernels.
 
-    bits: size of a code. scales: a key of `SCALES`. group: number of elements that share a
-    scale. offset: number that is added to a signed code to store it. minimum: 1 if a minimum is
-    added to each element, -1 if it is subtracted, 0 if there are no minima. Codes of 16 bits or
-    more are floats. A unit is 8 elements.
+    bits: size of a code. Codes of 16 bits or more are floats.
+    scales: how the scales are stored, a key of `SCALES`.
+    group: number of elements that share a scale.
+    offset: number that is added to a signed code to store it as an unsigned number.
+    minimum: 1 if each group has a minimum that is added to its elements, -1 if the minimum is
+        subtracted, 0 if there are no minima.
     """
 
     codec: str
@@ -79,12 +83,12 @@ class Layout:
 
     @property
     def low_words(self) -> int:
-        """Return the number of words with the low codes of a unit."""
+        """Return how many words the low codes of a unit (8 elements) take."""
         return {4: 1, 5: 1, 6: 1, 8: 2, 16: 4, 32: 8}[self.bits]
 
     @property
     def high_bits(self) -> int:
-        """Return the number of bits of the high codes of a unit."""
+        """Return how many bits the high codes of a unit (8 elements) take: 0, 8 or 16."""
         return {5: 8, 6: 16}.get(self.bits, 0)
 
     @cached_property
