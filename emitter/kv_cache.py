@@ -50,9 +50,10 @@ class Cache:
         return np.gcd(head_dim, GROUP).item()
 
     def cuts(self, head_dim: int, size: int) -> bool:
-        """Return whether a row can be split into parts of `size` elements.
+        """Return whether a row of `head_dim` elements can be split into parts of `size` elements.
 
-        Each part must consist of complete groups (elements that share a scale), or be in one group.
+        Elements of a group share a scale, so a part must have complete groups, or be inside one
+        group.
         """
         group = self.group(head_dim)
         return size % group == 0 or group % size == 0
@@ -111,10 +112,10 @@ def layer_caches(windows: Mapping[int, int | None], context: int, kv_heads: int,
 
 
 def cut_to_rings(states: Sequence[State], tokens: int) -> tuple[State, ...]:
-    """Return `states` with each ring buffer reduced to the rows that it needs.
+    """Return `states` with each ring buffer shortened to the rows that its sliding window needs.
 
-    tokens: the max number of tokens of a call. A ring buffer that would need a row for every
-    position becomes a positional state.
+    tokens: the max number of tokens of a call; more tokens need more rows. If a ring buffer needs a
+    row for every position of the context, it becomes a "positional" state, as for full attention.
     """
 
     def cut(state: State) -> State:

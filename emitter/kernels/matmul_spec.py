@@ -134,7 +134,7 @@ class Matmul:
 
     @property
     def summed_groups(self) -> int:
-        """Return the number of elements in each sum of `x_sums`; 0 without such an operand."""
+        """Return how many elements of x are in each sum of the operand `x_sums`; 0 without it."""
         if self.numerics == "canonical" and not self.experts:
             return self.format.group if self.format.summed else 0
         return self.format.group if self.numerics == "bf16_split" and self.format.minimum else 0

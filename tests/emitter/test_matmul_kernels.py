@@ -117,10 +117,10 @@ MISFITS = [
 
 @pytest.mark.parametrize("tokens, out, tiles", MISFITS, ids=str)
 def test_rejects_tiles_that_do_not_fit(tokens, out, tiles):
-    with pytest.raises(ValueError, match=f"tiles .* do not fit the sizes of matmul q4_1_{tokens}x{out}x576"):
+    with pytest.raises(ValueError, match=f"invalid tiles of matmul q4_1_{tokens}x{out}x576.*; use positive integers"):
         kernel_of(Matmul("q4_1", tokens, out, 576), AVX2, 2, tiles)
 
 
 def test_a_glu_processes_its_two_row_blocks_together_or_in_turn():
-    with pytest.raises(ValueError, match="tiles .* do not fit"):
+    with pytest.raises(ValueError, match="invalid tiles of matmul .*; use positive integers"):
         kernel_of(Matmul("q4_1", 1, 64, 576, glu="silu"), AVX2, 2, GemvTiles(together=3))

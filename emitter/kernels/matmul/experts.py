@@ -1,14 +1,15 @@
 """Compute y = W_e x for (token, expert) pairs, where W_e is the weight of expert e.
 
-Each row of x has `per_row` consecutive pairs, one for each of its experts. `length` is the number
-of rows that are not padding.
+The router of an MoE layer chooses `per_row` experts for each token, so each row of x has `per_row`
+consecutive pairs. `length` is the number of rows of x that are not padding.
 
-With few pairs for each expert, each pair is a GEMV:
+With few pairs for each expert, the kernel computes a GEMV for each pair:
 
     each workgroup: one pair, and one of `tiles.workgroups` shares of the rows of W_e
       y[pair, share] = W_e[share] x[pair / per_row]                 as in `gemv`; 0 for padding
 
-With more pairs, they are grouped by expert, and a weight is decoded once for up to `tokens` pairs:
+With more pairs, the kernel groups them by expert, and decodes a weight once for up to `tokens`
+pairs:
 
     each workgroup:
       count the pairs of each expert, without padding
@@ -18,8 +19,8 @@ With more pairs, they are grouped by expert, and a weight is decoded once for up
           y[pairs, columns] = epilogue(sums)
       set this workgroup's share of the padding to 0
 
-A block is multiplied in tiles of `rows` pairs. Fewer pairs at its end are multiplied in tiles of
-`rest` pairs, which give the same bits.
+A block is multiplied in tiles of `rows` pairs. If fewer than `rows` pairs are left at its end, they
+are multiplied in tiles of `rest` pairs. The size of a tile does not change the results.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,14 +76,15 @@ class ExpertGemvs:
 
 @dataclass(frozen=True)
 class _PairTiles(PanelTiles):
-    """The tile sizes of kernels that multiply blocks of (token, expert) pairs with the same expert.
+    """Tile sizes of MoE matmuls that multiply blocks of (token, expert) pairs of one expert.
 
-    A block has up to `tokens` pairs.
-    direct: a block of at most this many pairs is small. Its weights are decoded in registers; those
-        of a larger block are decoded into a panel on the stack.
-    few: number of pairs in a tile of a small block; it divides `direct`.
-    rest: number of pairs in the last tiles of a large block, if fewer than `rows` pairs are left;
-        it divides `rows`.
+    A block has up to `tokens` pairs, and is multiplied in tiles of fewer pairs.
+
+    direct: max number of pairs of a small block. Weights for a small block are decoded in
+        registers, weights for a larger block into a panel, a buffer on the stack.
+    few: number of pairs in a tile of a small block. It must divide `direct`.
+    rest: number of pairs in a tile at the end of a large block, where fewer pairs are left than the
+        `rows` of its other tiles. It must divide `rows`.
     """
 
     rest: int = 1
@@ -113,7 +115,7 @@ class GroupedTiles(_PairTiles, GemmTiles):
 
 @dataclass(frozen=True)
 class GroupedInt8Tiles(_PairTiles, GemmInt8Tiles):
-    """The tile sizes of `GroupedInt8`: int8 x, and (token, expert) pairs grouped by expert."""
+    """The tile sizes of `GroupedInt8`, which is `Grouped` for int8 x."""
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
@@ -138,11 +140,13 @@ def _pairs_of_block(matmul: Matmul, rows: int, limit: int) -> int:
 
 
 class Grouped(Gemm):
-    """A writer of the body of a GEMM over blocks of (token, expert) pairs of one expert each.
+    """A writer of the body of an MoE matmul kernel that groups (token, expert) pairs by expert.
+
+    The kernel multiplies a block of pairs with the same expert at a time.
 
     Arguments of the methods:
-    first_block: index of the first 16-row block to multiply, in the expert's weight.
-    block: index of the same block in the weights of all experts together.
+    first_block: index, in the expert's weight, of the first 16-row block to multiply.
+    block: index of this 16-row block in the concatenated weights of all experts.
     count: number of pairs in the current block of pairs.
     """
 
@@ -198,10 +202,10 @@ class Grouped(Gemm):
             b.store(b.binary("addi", b.load(self.counts, expert), one), self.counts, expert)
 
     def _gather(self, expert: Index, first: Index, real: Index) -> None:
-        """Emit code that stores the indices of some of the (token, expert) pairs in `self.pairs`.
+        """Emit code that collects a block of (token, expert) pairs of one expert in `self.pairs`.
 
-        These are the pairs of `expert` that form a block. first: number of pairs of this expert in
-        earlier blocks. real: number of pairs of all experts, without padding.
+        The block has indices of pairs, and begins with pair number `first` of this expert. real:
+        number of pairs of all experts that are not padding.
         """
         b = self.b
         with b.loop(0, real, carry=[b.index(0)]) as pair:
@@ -236,10 +240,12 @@ class Grouped(Gemm):
                     self._direct_tile(sides, full, size)
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
-        """Emit code that stores the dot products of `rows` pairs with weight rows in `self.sums`.
+        """Emit code that computes the dot products of `rows` pairs with some rows of the weight.
 
-        token: index of the first pair in the current block of pairs. sides: the vectors of weight
-        rows, each as (16-row block, index of the vector in the block, column in `self.sums`).
+        The code decodes weights in registers, and stores the results in `self.sums`. token: index
+        of the first (token, expert) pair in the current block of pairs. sides: vectors of weight
+        rows; (block, v, column) is vector `v` of 16-row block `block`, and its results begin at
+        `column`.
         """
         b, lanes, unit = self.b, self.lanes, units(self.matmul.codec)
         x_row = self._x_rows(token, rows)
@@ -287,7 +293,7 @@ class Grouped(Gemm):
 
 
 class GroupedInt8(Grouped, GemmInt8):
-    """A writer of the body of `Grouped` kernels for int8 x."""
+    """A writer of the body of a `Grouped` kernel, the GEMM over MoE pairs, for int8 x."""
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
         b, records, parts, (first_block, _, first_column) = self.b, self.panel.records, self.step.parts, sides[0]

@@ -14,15 +14,16 @@ part of the weight is called a panel:
 
 Rows of Y from `length` on are padding and become zero.
 
-`GemmCanonical`, for quantised weights, adds in the same order as `gemv`, so that a token's results
-have the same bits for any number of tokens. Its panel has codes, which are multiplied by X first.
-Then scale and minimum are applied to the sums over a codec group, the elements of a row that share
-a scale (for the formula of a weight see `codec.Parts`):
+`GemmCanonical`, for quantised weights, adds in the same order as `gemv`, so that a token gets the
+same bits whether it is computed in a chunk or as the only token. Its panel has codes. The kernel
+multiplies X by codes first, and then the sums over each codec group (elements of a row that share a
+scale) by the group's scale. The formula of a weight is in `codec.Parts`:
 
     codes with minima      sums += d * scale * sum(x * code) +- m * minimum * sum(x)
     codes with an offset   sums += d * scale * (sum(x * code) - offset * sum(x))
 
-The operand `x_sums` has sum(x) of each group, times -1 for subtracted minima or -offset.
+The operand `x_sums` has sum(x) of each group, already multiplied by +1 or -1 (the sign of minima)
+or by -offset.
 
 `gemv` multiplies codes, and divides x, by powers of two (`code_factors`). `GemmCanonical` does not.
 Both give the same bits unless |x| is below 1e-30.
@@ -54,7 +55,7 @@ MAX_TOKENS = 132  # more tokens would evict x from the L2 cache between blocks o
 
 @dataclass(frozen=True)
 class GemmTiles(PanelTiles):
-    """The tile sizes of `Gemm`; unroll: elements of in_features in an inner loop iteration."""
+    """The tile sizes of `Gemm`; unroll: elements of in_features per iteration of the inner loop."""
 
     unroll: int = 8
 
@@ -115,8 +116,8 @@ class Gemm:
     def _dots(self, first_block: Index, first: Index, end: Index) -> None:
         """Emit code that stores the dot products of tokens and weight rows in `self.sums`.
 
-        The tokens are first .. end - 1, and the last tile may include more. The weight rows are
-        those of `tiles.row_blocks` 16-row blocks from `first_block` on.
+        The tokens are first .. end - 1, and later ones if they are in the same tile as the last of
+        these. The weight rows are `tiles.row_blocks` 16-row blocks, from `first_block` on.
         """
         b, depth, rows = self.b, self.tiles.depth, self.full_rows
         full = self.in_features // depth * depth
@@ -179,7 +180,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class GemmCanonicalTiles(GemmTiles):
-    """The tile sizes of `GemmCanonical`, whose panel has stored codes, scales and minima."""
+    """The tile sizes of `GemmCanonical`; its panel has codes, scales and minima, not weights."""
 
     def stack_bytes(self, matmul: Matmul) -> int:
         return super().stack_bytes(matmul) + 4 * LANES * self.row_blocks * 2 * (self.depth // matmul.format.group)

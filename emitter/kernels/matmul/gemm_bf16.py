@@ -1,10 +1,11 @@
-"""Compute Y = X W^T for x and weights rounded to bf16, with dot products of bf16 pairs.
+"""Compute Y = X W^T with x and weights rounded to bf16, with instructions for pairs of bf16.
 
 The kernel is for 2 or more tokens. Its loops are those of `gemm`, with two differences:
-- Each i32 of the weight and of x (`split_x`) has a pair: two bf16 that are neighbours along k. A
-  step adds X[token, k] * W[column, k] + X[token, k + 1] * W[column, k + 1].
-- bf16 weights are read from memory, without a panel; other weights are decoded into a panel. The
-  weights of `depth` elements along k stay in the L1 cache for all tokens of an item.
+- The operands are i32: each packs two bf16 that are neighbours along k (for x, see `split_x`). So
+  two products are added at a time: X[token, k] * W[column, k] + X[token, k + 1] * W[column, k + 1].
+- bf16 weights are read from the packed weight; other weights are decoded into a panel. The kernel
+  multiplies all tokens of an item by `depth` elements along k before it goes on to the next
+  elements, so that these weights stay in the L1 cache.
 """
 
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class GemmBf16Tiles(PanelTiles):
 
 
 class _Weights(BasePanel):
-    """A panel of bf16 weights that is read from the packed weight, without a copy on the stack."""
+    """A replacement of a panel that reads bf16 weights from the packed weight; it has no buffer."""
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
         self.block, self.first = first_block, self.b.div(k, 2)

@@ -1,7 +1,8 @@
 """Compute Y = X W^T with x in int8 (`round_x`); int8 products are added exactly, in s32.
 
-A weight is scale * code + base, with one scale and base for each codec group. An element of x is
-x_scale * n, with an int8 n, and one x_scale for each 32 elements. So 32 elements along k add
+A weight is scale * code + base, with one scale and base for each codec group (elements of a row
+that share a scale). An element of x is x_scale * n, with an int8 n, and one x_scale for each 32
+elements. So 32 elements along k add
 
     scale * x_scale * sum(code * n) + base * sum(x)
 
@@ -11,7 +12,8 @@ i32, and the scale and base of each codec group.
 `SmallBatchInt8`, for a few tokens, has no panel: it loads codes into registers, and multiplies
 `rows` tokens by them before it loads the next codes.
 
-A table of floats, such as that of NF4, is rounded to int8.
+If the codes of a codec are indices in a table of floats, as for NF4, the entries of the table are
+rounded to int8.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -67,7 +69,7 @@ class GemmInt8Tiles(PanelTiles):
 
 
 def row_bytes(depth: int, group: int) -> int:
-    """Return the bytes of a panel for one row of W: int8 codes, and (scale, base) of each group.
+    """Return the size in bytes of a row of W in a panel: int8 codes, and (scale, base) of groups.
 
     depth: elements of the row in the panel. group: elements that share a scale.
     """
@@ -75,7 +77,10 @@ def row_bytes(depth: int, group: int) -> int:
 
 
 def int8_depth(matmul: Matmul, budget: int) -> int:
-    """Return the default depth of a panel; budget: max bytes of the panel for each row of W."""
+    """Return how many elements of in_features a panel of int8 codes has by default.
+
+    budget: max bytes of the panel for each row of W.
+    """
     fitting = budget * GROUP // row_bytes(GROUP, matmul.format.group)
     return even_share(matmul.in_features // GROUP, min(MAX_DEPTH, fitting) // GROUP) * GROUP
 
@@ -109,23 +114,24 @@ class GemmInt8(Gemm):
 
 
 class Step:
-    """A writer of code that multiplies int8 x by weights and adds the results to f32 sums.
+    """A writer of code that multiplies 32 elements of int8 x by weights, and adds to f32 sums.
 
-    A step covers GROUP (32) elements of in_features. An element of x is x_scale * n, with an int8
-    n. The instruction multiplies n by c = code + bias: `Dot.bias` makes codes unsigned where the
-    instruction needs that. For each codec group, a step adds
+    A step is GROUP (32) consecutive elements of in_features. An element of x is x_scale * n, with
+    an int8 n. The instruction multiplies n by c = code + bias, where `code` is the stored code. The
+    bias (`Dot.bias`) makes signed codes unsigned where the instruction needs that; otherwise it is
+    0. For each codec group (elements of a row that share a scale), a step adds
 
         scale * x_scale * sum(c * n) + (base - bias * scale) * sum(x)         if the codec has minima
         scale * x_scale * (sum(c * n) - (offset + bias) * sum(n))             otherwise
 
-    where `offset` was added to a code to store it (`Codec.offset`).
+    where `offset` is what the codec adds to a code to store it (`Codec.offset`).
 
     Arguments of the methods:
-    rows: indices of the rows of x.
-    unit: index of the step.
-    part: index of the codec group in the step. quads(q): for each vector of outputs (rows of the
-        weight), returns `Dot.quads` vectors of codes, from quad `q` of the step on. A quad is four
-        codes.
+    rows: indices of rows of x.
+    unit: index of the step in a row.
+    part: index of a codec group in the step.
+    quads: function that returns the codes. quads(q) has `Dot.quads` vectors of codes for each
+        vector of outputs (rows of the weight), from quad `q` of the step on. A quad is four codes.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Buffers):
@@ -137,8 +143,8 @@ class Step:
     def add(self, sums: Sequence[Ssa], rows: Sequence[Index], unit: Index, quads: Quads, sides: Sides) -> list[Ssa]:
         """Return the f32 vectors `sums` plus the dot products of one step.
 
-        sums: a flat list of [rows of x][vectors of outputs]. sides: the vectors (scale, base) of
-        [codec groups of the step][vectors of outputs].
+        sums: a flat list [rows of x][vectors of outputs], where an output is a row of the weight.
+        sides: sides[part][v] is (scale, base) of codec group `part`, for vector `v` of outputs.
         """
         b, vectors = self.b, len(sides[0])
         groups = [self._dots(rows, unit, part, quads, vectors) for part in range(self.parts)]
@@ -165,10 +171,12 @@ class Step:
         groups: Sequence[tuple[Index, Index]],
         v: Index,
     ) -> list[Ssa]:
-        """Return `sums` plus the dot products of one step, with codes read from the packed weight.
+        """Return `sums` plus the dot products of one step; codes are read from the packed weight.
 
-        sums: an f32 vector for each row of x. The outputs are vector `v` of 16-row block `block`.
-        groups: (record in the row block, group in the record) of each codec group of the step.
+        sums: an f32 vector for each row of x, for one vector of outputs (rows of the weight).
+        block, v: the outputs are vector `v` of the rows of 16-row block `block`.
+        groups: the codec groups of the step, each as (record in the row block, group in the
+            record).
         """
         codes = [Int8Codes(self.records, block, *group) for group in groups]
         sides = [[each.scale_and_base(v)] for each in codes]
@@ -176,10 +184,11 @@ class Step:
         return self.add(sums, list(rows), unit, lambda q: [codes[q // each].quads(q % each, v)], sides)
 
     def _dots(self, rows: Sequence[Index], unit: Index, part: int, quads: Quads, vectors: int) -> list[Ssa]:
-        """Return the dot products of one codec group before scaling, as f32 [rows * vectors].
+        """Return the dot products of x and one codec group before scaling, as f32 vectors.
 
-        They are sum(c * n) if the codec has minima, else sum(c * n) - (offset + bias) * sum(n).
-        vectors: number of vectors of outputs.
+        A dot product is sum(c * n) if the codec has minima. Otherwise it is
+        sum(c * n) - (offset + bias) * sum(n), see the class. The result is a flat list
+        [rows of x][vectors of outputs]. vectors: number of vectors of outputs.
         """
         b, dot, quads_a_group = self.b, self.dot, self.codec.group // 4
         together = batches(rows, dot.rows)

@@ -1,13 +1,19 @@
 """Compute Y = X W^T on a matrix unit (`mlir.matrix`), which multiplies bf16 and adds in f32.
 
-Each x and weight is split into bf16 pieces, whose sum is exactly the number: three pieces for an
-f32, two for an f16, one for a bf16 or a code. Piece i of x is multiplied by piece j of w if
-i + j < 3. The other products are below the precision of f32. `--numerics fast` instead rounds x and
-weights to the nearest bf16, which is then the only piece. The loops are those of `gemm`, with pairs
-of bf16 in the panel and in x (`split_x`). A quantised weight is scale * code + minimum; every codec
-group has a scale and a minimum, and `x_sum` is the sum of x over the group. In groups of 16 without
-minima, a weight is d * (group scale * code): the panel has group scale * code as two pieces, and a
-"codec group" below is a block, whose scale is d:
+The loops are those of `gemm`, with pairs of bf16 in the panel and in x (`split_x`).
+
+To be as exact as f32, the kernel splits each element of x and W into bf16 pieces whose sum is the
+element: three pieces for an f32, two for an f16, one for a bf16 or a code. It multiplies piece i of
+x by piece j of w if i + j < 3. The other products are below the precision of f32. With `--numerics
+fast`, it rounds x and decoded weights to the nearest bf16, and so has one piece of each.
+
+A quantised weight is scale * code + minimum, with a scale and a minimum for each codec group
+(elements of a row that share a scale). The panel has the codes. The kernel multiplies sums over a
+group by its scale, and adds minimum * `x_sum`, where `x_sum` is the sum of x over the group.
+
+For codecs with groups of 16 elements and no minima, a weight is d * (group scale * code). The panel
+then has the products of group scale and code, as two pieces. For these codecs, read "codec group"
+below as codec block, and "scale" as d:
 
     each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
       for item in share:
@@ -58,8 +64,9 @@ X_BYTES = 24 << 10  # max bytes of x that are multiplied by a panel at a time; h
 class GemmMatrixTiles(PanelTiles):
     """The tile sizes of `GemmMatrix`.
 
-    high: number of tiles of `rows` tokens whose sums are in the unit's registers at a time. The
-        kernel has high * wide accumulators, each for a block of [rows, 16] results.
+    high: number of tiles, of `rows` tokens each, that the matrix unit multiplies at a time by
+        `wide` 16-row blocks of the weight. So it has high * wide accumulators of [rows, 16]
+        results.
     """
 
     high: int
@@ -129,9 +136,10 @@ class GemmMatrix(Gemm):
     tiles by `wide` 16-row blocks of the panel at a time.
 
     Arguments of the methods:
-    parts: the accumulators, [high * wide].
-    tile, at: index of the first tile in x, and in `self.sums`.
-    block: index of the first 16-row block in the panel.
+    parts: the high * wide accumulators of the matrix unit.
+    tile: index in x of the first of the `high` tiles.
+    at: index of the same tile in `self.sums`, which has the sums of one item.
+    block: index in the panel of the first of the `wide` 16-row blocks.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemmMatrixTiles, buffers: Buffers):
@@ -191,11 +199,11 @@ class GemmMatrix(Gemm):
     def _add(
         self, parts: list[Block], at: Index, tile: Index, block: Index, high: int, of: tuple[Index, Index] | None = None
     ) -> None:
-        """Emit code that adds `parts` to `self.sums`.
+        """Emit code that adds the accumulators `parts` to the f32 sums on the stack, `self.sums`.
 
-        of: None for float weights. For quantised weights, `parts` has the sums of one codec group,
-        and `of` is (index of the group in the panel, index of the group in a row of x). Then the
-        code adds scale * parts + minimum * (sum of x over the group).
+        of: the codec group of which `parts` has the sums, as (its index in the panel, its index in
+        a row of x). The code then adds scale * parts + minimum * (sum of x over the group). If
+        None, the panel has weights that need no scale, and the code adds `parts`.
         """
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
         for i, part in enumerate(parts):

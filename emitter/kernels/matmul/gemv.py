@@ -13,20 +13,22 @@ of each of the 16 rows. A codec block has d and m, and each of its groups has a 
           y += d * scale * dots + m * minimum * sums[group]                                       registers
         y = epilogue(y)                                                                              memory
 
-- A code is `f32(word & mask)`, without a shift, so it is multiplied by a power of two.
-  `code_factors` are the inverses of these powers.
-- The factor of `sums` is -1 for subtracted minima, and -offset for codes with an offset
-  (`group_sum`).
-- With a GLU, blocks of gate and of up alternate, and are computed together.
-- If xs does not fit on the stack, x is prepared in parts, and partial results stay on the stack.
+- A code is read as `f32(word & mask)`, without a shift, so the result is the code times a power of
+  two. `code_factors` are the inverses of these powers.
+- `sums` are also multiplied by -1 if minima are subtracted, or by -offset if codes are stored with
+  an offset (`group_sum`).
+- With a GLU, 16-row blocks of gate and of up alternate in the weight. A block of gate and its block
+  of up are computed together.
+- If xs does not fit on the stack, the kernel prepares and multiplies one part of x after another,
+  and stores partial results on the stack.
 - A record of a float codec has one element of each row (bf16: two), and is not decoded.
 - With --numerics canonical, `chains` is 1, and groups are added in the same order as in the kernels
   for several tokens.
 
-Codes of one or two bits are not multiplied where look-ups are faster (`is_summed_by_tables`): a
-lane looks up the sum of x times several codes in a table (`sum_tables`). Then the blocks that are
-computed together are far apart, because a core reads a few long streams faster than many short
-ones.
+For codes of one or two bits, table look-ups replace multiplications where they are faster
+(`is_summed_by_tables`): a lane looks up the sum of x times several codes in a table (`sum_tables`).
+Then the blocks that are computed together are far apart in the weight, because a core reads a few
+long streams faster than many short ones.
 """
 
 from collections.abc import Callable
@@ -50,17 +52,19 @@ X_BYTES = STACK_BYTES - (4 << 10)
 
 
 class Gemv:
-    """A writer of the code that multiplies a packed weight by one row of x.
+    """A writer of the code of a GEMV, which multiplies a packed weight by one row of x.
 
-    x_row: row of x. y_row: row of y for the result. base: first 16-row block of the weight to use;
-    for MoE, the first block of the expert.
+    x_row: index of the row of x. y_row: index of the row of y for the result. base: index of the
+    first 16-row block of the weight; for MoE, the first block of the expert.
 
-    A set is the 16-row blocks that are computed together. Arguments and results of the methods:
-    row_blocks: indices of the 16-row blocks to multiply.
-    record: index of a record in each of these blocks.
-    slot: index of the record in the prepared part of x; in `_group`, index of the codec group.
-    totals, results: vectors of results. With (i, v) = self.sides[n], vector n has rows v * lanes ..
-        (v + 1) * lanes - 1 of row_blocks[i].
+    The code computes a set at a time, that is, a few 16-row blocks of the weight. Arguments and
+    results of the methods:
+    row_blocks: indices of the 16-row blocks of a set.
+    record: index of a record in each of these blocks; a record has one codec block of each row.
+    slot: index of the record in the part of x that is on the stack; in `_group`, index of the codec
+        group in this part.
+    totals, results: vectors of results, one for each (i, v) in `self.sides`: for rows v * lanes ..
+        (v + 1) * lanes - 1 of the block row_blocks[i].
     """
 
     def __init__(
@@ -126,11 +130,14 @@ class Gemv:
                 self._sets(batch.index, end, first, min(first + chunk, self.count), parts)
 
     def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
-        """Emit code that multiplies records first .. last - 1 of sets low .. high - 1 by x.
+        """Emit code that multiplies a range of records, in a range of sets, by x.
 
-        A set is a few 16-row blocks of the weight; a record has some consecutive elements of each
-        of the 16 rows. After a set's last record the code stores y. parts: stack buffer for sums of
-        the records so far; None if one call takes all records.
+        A set is a few 16-row blocks that are computed together: low .. high - 1 are indices of
+        sets. A record has some consecutive elements of each of the 16 rows: first .. last - 1 are
+        indices of records in a row block. The code stores y if this range ends with the last
+        record.
+
+        parts: stack buffer for the sums of the records so far; None if the range has all records.
         """
         b, self.range = self.b, (first, last)
         self.x.fill(first * self.layout.elements, last * self.layout.elements)
@@ -252,10 +259,10 @@ class Gemv:
     def _group(
         self, row_blocks: list[Index], record: Index, group: Index, slot: Index, soon: list[Callable[[], None]]
     ) -> list[Ssa]:
-        """Return sum(x * code) over one codec group, for each row of the row blocks.
+        """Return sum(x * code) over one codec group, for each row of the row blocks, as vectors.
 
-        group: index of the group in the record. soon: functions that emit prefetches, which are
-        called at intervals, because many prefetches in sequence stall.
+        group: index of the group in the record. soon: functions that emit prefetches. They are
+        called between multiplications, because many prefetches in sequence stall the CPU.
         """
         b, chains = self.b, self.chains
         codes = [self.records.group_codes(block, record, group) for block in row_blocks]

@@ -1,8 +1,11 @@
-"""Prepare x on the stack for matmuls: apply the RMS norm, and multiply by `code_factors`.
+"""Prepare x on the stack for matmuls of few tokens: norm, scaling, and sums over codec groups.
 
-The stack also has sum(x) of each codec group (elements of a row that share a scale), by which
-minima and offsets of codes are multiplied. `group_sum` adds the elements in a fixed order, also in
-the kernel `group_sums`, which computes the sums of canonical GEMMs:
+The code applies the RMS norm to x, if the matmul has one, and multiplies x by `code_factors`. The
+stack also has sum(x) of each codec group (elements of a row that share a scale). Kernels multiply
+it by the minimum of the group, or by the offset of codes.
+
+`group_sum` adds the elements in a fixed order. Canonical GEMMs, which give the same bits for any
+number of tokens, need the same sums. The kernel `group_sums` stores these in memory:
 
     each workgroup: up to 16 rows of x [T, in]
       for row, for group: sums[row, group] = `group_sum` of x                                       memory
@@ -27,15 +30,16 @@ ROWS = 16  # rows of a workgroup of `group_sums`
 
 
 def bytes_per_element(codec: Codec) -> float:
-    """Return the bytes of stack that `PreparedX` needs for an element of x."""
+    """Return the bytes of stack that `PreparedX` needs for an element of x and its sums."""
     return 4 + (4 / codec.group if codec.summed else 0)
 
 
 def group_sum(b: Body, codec: Codec, parts: Sequence[Ssa]) -> Ssa:
-    """Return the scalar sum of x over a codec group, multiplied by a factor of the codec.
+    """Return the sum of x over a codec group, times a factor of the codec, as a scalar.
 
-    The factor is 1 if the codec adds minima, -1 if it subtracts minima, otherwise -`codec.offset`.
-    parts: the vectors of x in the group.
+    The factor is 1 if the codec adds minima, and -1 if it subtracts them. Without minima it is
+    -`codec.offset`, to cancel the offset that is part of stored codes. parts: the x of the group,
+    as vectors.
     """
     total = b.extract(lane_sums(b, [tree(b.addf, parts)]), 0)
     return b.mulf(total, b.f32(codec.minimum or -codec.offset))
@@ -74,12 +78,13 @@ class PreparedX:
 
     Kernels mask codes without shifting their bits down, so a code is multiplied by a power of two,
     and x is multiplied by the inverse (`code_factors`). The buffer also has the `group_sum` of each
-    codec group. The methods count elements and groups from the first element that the last call of
-    `fill` prepared. token: index of a row in the buffer.
+    codec group. If the rows do not fit on the stack, each call of `fill` prepares a part of them.
+    The methods count elements and groups from the start of this part. token: index of a row in the
+    buffer.
 
     capacity: max number of elements of a row that one call of `fill` prepares.
     row: index in x of the first of the T rows.
-    kept: number of elements of a row that the buffer stores; default: `capacity`.
+    kept: number of elements of a row that the buffer stores; None for `capacity`.
     """
 
     def __init__(
@@ -170,4 +175,4 @@ class PreparedX:
         b.vstore(x, self.values, token, b.add(start, k))
 
     def _finish(self, group: Index) -> None:
-        """Emit code that runs after the x of a codec group is stored; subclasses override this."""
+        """Emit code to run after the x of one codec group is stored: a hook for subclasses."""

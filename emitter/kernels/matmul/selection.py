@@ -41,10 +41,12 @@ def _choice(matmul: Matmul) -> tuple[str, type[Tiles], type[Any]]:
 
 
 def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool, is_draft: bool = False) -> str:
-    """Return the format of x with which a matmul is fastest: one of `matmul_spec.NUMERICS`.
+    """Return the fastest format of x that is allowed for a matmul, from `matmul_spec.NUMERICS`.
 
-    is_fast: whether x of several tokens may be rounded to int8 or bf16. is_draft: whether x of one
-    token may be rounded too. With `isa.canonical`, the result is "canonical" or "exact".
+    is_fast: whether x of several tokens may be rounded to int8 or bf16 (`--numerics fast`).
+    is_draft: whether x of one token may be rounded too (`--numerics draft`). With `isa.canonical`,
+    x is not rounded: the result is "canonical", or "exact" if the exact kernel already adds in the
+    canonical order.
     """
     if isa.canonical:
         # For few tokens and for float weights, the exact kernels add in canonical order already.
@@ -92,14 +94,17 @@ def read_tiles(matmul: Matmul, values: Mapping[str, int]) -> Tiles:
 
 @cache
 def kernel_of(matmul: Matmul, isa: Isa, threads: int = 2, tiles: Tiles | None = None) -> Kernel:
-    """Return the kernel of a matmul; tiles: None for default tiles.
+    """Return the kernel of a matmul; tiles: its tile sizes, or None for the defaults.
 
     Raises ValueError if the tiles do not fit the matmul.
     """
     prefix, _, writer = _choice(matmul)
     tiles = tiles or default_tiles(matmul, isa, threads)
     if any(type(value) is not int or value < 1 for value in astuple(tiles)) or not tiles.fit(matmul):
-        raise ValueError(f"tiles {tiles.name} do not fit the sizes of matmul {matmul.name}; use other tiles")
+        raise ValueError(
+            f"invalid tiles of matmul {matmul.name}: {tiles.name}; "
+            "use positive integers that divide its shape and fit on the stack, or omit tiles for the default"
+        )
     by_tables = prefix == "gemv" and is_summed_by_tables(matmul.format, isa)
     return Kernel(
         f"{prefix}_{matmul.name}_{isa.name}_{tiles.name}",

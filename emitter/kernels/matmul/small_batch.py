@@ -1,8 +1,9 @@
 """Compute Y = X W^T for a few tokens; weights are decoded in registers, as in `gemv`.
 
-For so few tokens, decoding weights to memory as in `gemm` would take as long as the matmul. Several
-tokens and several vectors of outputs share decoded codes and loads of x. They also give enough
-accumulators to hide the latency of fma. For the formula of a weight, see `gemv`:
+For so few tokens, storing decoded weights in a buffer, as `gemm` does, would take as long as the
+matmul. Instead, several tokens and several vectors of outputs (rows of W) share decoded codes and
+loads of x. They also give enough independent accumulators to hide the latency of fma. For the
+formula of a weight, see `gemv`:
 
     each workgroup: a share of the rows of W, `row_blocks` 16-row blocks at a time
       xs [T, in] = x * code_factors; sums [T, in / group] = sum of x over each group                 stack
@@ -12,7 +13,7 @@ accumulators to hide the latency of fma. For the formula of a weight, see `gemv`
           Y += d * scale * dots + m * minimum * sums[tokens, group]                                  stack
       Y = epilogue(Y)                                                                               memory
 
-If xs does not fit on the stack, x is prepared in parts, and partial results stay on the stack. For
+If xs does not fit on the stack, the kernel prepares and multiplies one part of x after another. For
 float codecs, x is read from memory, and the sums stay in registers over all k.
 """
 
@@ -70,8 +71,9 @@ class SmallBatchTiles(Tiles):
 class SmallBatch:
     """A writer of the body of a matmul kernel for a few tokens.
 
-    The argument `sides` of the methods has the vectors of weight rows of a tile, each as (16-row
-    block, index of the vector in the block, column in `self.sums`).
+    A tile is some tokens times some vectors of outputs (rows of the weight). `sides`, an argument
+    of the methods, has these vectors: (block, v, column) is vector `v` of 16-row block `block`, and
+    its results begin at `column` of `self.sums`.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchTiles, buffers: Buffers):
@@ -113,10 +115,10 @@ class SmallBatch:
             self.finish.store(first, b.sub(last, first), 0, end, self.T)
 
     def _add_chunks(self, first: Index, last: Index, end: Index) -> None:
-        """Emit code that computes dot products with 16-row blocks first .. last - 1.
+        """Emit code that multiplies all tokens by 16-row blocks first .. last - 1 of the weight.
 
-        The code prepares and multiplies one part of x at a time, if x does not fit on the stack.
-        end: number of tokens that are not padding.
+        If x does not fit on the stack, the code prepares and multiplies one part of x after
+        another. end: number of tokens that are not padding.
         """
         b = self.b
         zero = b.splat(0.0, self.lanes)
@@ -140,10 +142,12 @@ class SmallBatch:
             add_chunk(part.index, stop)
 
     def _tiles(self, first: Index, last: Index, end: Index, add: Callable[[list, Index, int], None]) -> None:
-        """Emit loops over tiles of 16-row blocks first .. last - 1 and tokens 0 .. end - 1.
+        """Emit loops over the tiles of 16-row blocks first .. last - 1 and tokens 0 .. end - 1.
 
-        A tile that reaches past the end of the weight repeats the last row block. add(sides, token,
-        rows): emits the code of a tile with `rows` tokens from `token` on.
+        If a tile extends past the end of the weight, it computes the last 16-row block again.
+
+        add(sides, token, rows): function that emits the code of one tile, with `rows` tokens from
+        `token` on.
         """
         b, rows, vectors, per_block, unit = self.b, self.tiles.rows, self.tiles.vectors, self.records.vectors, self.unit
         full = self.T // rows * rows
@@ -167,7 +171,7 @@ class SmallBatch:
 
         A dot product is d * scale * sum(x * code) + m * minimum * sum(x), see `codec.Parts`. The
         tile has `rows` tokens from `token` on. group: index of the group in record `record` of each
-        row block. slot: index of the record in the prepared part of x.
+        row block. slot: index of this record in the part of x that is on the stack.
         """
         b, records, codec = self.b, self.records, self.codec
         number = b.add(b.mul(slot, self.layout.groups), group)

@@ -1,15 +1,16 @@
-"""Prepare x for a GEMV of codes of one or two bits: tables of sums of x, indexed by bits of codes.
+"""Prepare x for a GEMV of codes of one or two bits, where table look-ups replace multiplications.
 
-A code is a base plus the values of its bits, such as -2 + 1 * bit 0 + 2 * bit 1. So the dot product
-of x and a 32-bit word of codes is a sum over the bits of the word. A word is cut into slices of
-four bits (vectors of 16 lanes) or three bits (8 lanes). The table of a slice has an entry for every
-value n of the slice:
+A code is a base plus the values of its bits that are set: a code of two bits may be -2 + 1 * bit 0
++ 2 * bit 1. So the dot product of x and a 32-bit word of codes is a sum over the bits of the word.
+A word is cut into slices of four bits (vectors of 16 lanes) or three bits (8 lanes). For each
+slice, a table has the sum over the bits of the slice, for every value n of the slice:
 
     table[n] = sum over j of (bit j of n) * (value of this bit in its code) * (x of this code),
                plus base * x of each code that starts in the slice
 
-A kernel looks up each slice in its table and adds the entries. The look-up is a permutation of a
-vector, and replaces up to four multiplications in each lane.
+The tables depend on x only, so that they serve all rows of the weight. For each row, the kernel
+looks up the slices of its words and adds the table entries. A look-up is a permutation of a vector,
+and replaces up to four multiplications in each lane.
 """
 
 from collections.abc import Mapping
@@ -28,24 +29,30 @@ MAX_BITS = {4: 0, 8: 1, 16: 2}
 
 
 def is_summed_by_tables(codec: Codec, isa: Isa) -> bool:
-    """Return whether the GEMV of a codec looks up sums of x in tables and multiplies no codes."""
+    """Return whether the GEMV of a codec looks up sums of x in tables and does not multiply."""
     return 0 < codec.bits <= MAX_BITS[isa.lanes] and not isa.canonical
 
 
 def additions(matmul: Matmul, isa: Isa) -> int:
-    """Return the FLOPs of a GEMV that adds one table entry for each of the `slices` of a word."""
+    """Return the number of additions of a GEMV that looks up sums of x in tables.
+
+    Each 32-bit word of codes takes one addition for each of its `slices`.
+    """
     bits_of_row = matmul.in_features * matmul.format.bits
     return matmul.tokens * matmul.weight_rows * bits_of_row // WORD * len(slices(isa))
 
 
 def slices(isa: Isa) -> list[tuple[int, int]]:
-    """Return (shift, bits) of each slice of a word; each slice has a table."""
+    """Return the slices of a 32-bit word of codes, each as (its first bit, number of bits)."""
     bits = isa.lanes.bit_length() - 1
     return [(shift, min(bits, WORD - shift)) for shift in range(0, WORD, bits)]
 
 
 def table_bytes(codec: Codec, isa: Isa) -> int:
-    """Return the bytes of the tables for one codec group: an f32 for each lane and slice."""
+    """Return the size in bytes of the tables for one codec group.
+
+    Each slice of a word of codes has a table, with one f32 for each lane.
+    """
     return layout(codec).words * len(slices(isa)) * 4 * isa.lanes
 
 
@@ -66,10 +73,10 @@ class SumTables(PreparedX):
         self.tables = b.stack(capacity // codec.group * self.words * len(self.slices), isa.lanes)
 
     def table(self, group: Index, word: int, number: int) -> Ssa:
-        """Load a table of sums, f32 [lanes]: the one for slice `number` of a word of codes.
+        """Load the table of sums, f32 [lanes], of one slice of a 32-bit word of codes.
 
         group: index of the codec group in the part of x that the last `fill` prepared. word: index
-        of the word in the group.
+        of the word in the group. number: index of the slice in the word.
         """
         return self.b.vload(self.tables, self.lanes, self._row(group, word, number), 0)
 
@@ -102,9 +109,10 @@ class SumTables(PreparedX):
                 b.vstore(total, self.tables, self._row(group, word, n), 0)
 
     def _factors(self, j: int, bit: int) -> Ssa:
-        """Return the factors of one bit of a code, f32 [lanes]: table[n] += factors[n] * x.
+        """Return the factors f32 [lanes] of one bit of a code in the entries of a table of sums.
 
-        j: index of the bit in its slice. bit: index of the bit in the code.
+        The bit adds factors[n] * x to table[n], where x is the element that its code multiplies. j:
+        index of the bit in its slice of a word. bit: index of the bit in the code.
         """
         base, weights = self._bit_values
         listed = [(base if bit == 0 else 0.0) + (weights[bit] if n >> j & 1 else 0.0) for n in range(self.lanes)]

@@ -34,7 +34,7 @@ class Tiles(ABC):
 
     @property
     def name(self) -> str:
-        """Return the sizes as a part of a kernel's name, such as "r6w2b2" (see `LETTERS`)."""
+        """Return the sizes as part of a kernel's name, such as "r6w2" for rows 6 and wide 2."""
         return "".join(f"{LETTERS[name]}{value}" for name, value in asdict(self).items())
 
     @classmethod
@@ -66,7 +66,7 @@ class PanelTiles(Tiles):
 
     @abstractmethod
     def units(self, matmul: Matmul) -> tuple[int, int]:
-        """Return (number that must divide `tokens`, number that must divide `depth`)."""
+        """Return (unit of `tokens`, unit of `depth`): each size must be a multiple of its unit."""
 
     def stack_bytes(self, matmul: Matmul) -> int:
         """Return the stack size of the f32 sums in bytes; subclasses add the size of the panel."""
@@ -85,9 +85,9 @@ class PanelTiles(Tiles):
 
 
 def panel_columns(matmul: Matmul, can_pair: bool) -> tuple[int, int]:
-    """Return the default `wide` and `row_blocks` of `PanelTiles`.
+    """Return the default sizes (`wide`, `row_blocks`) of `PanelTiles` for a matmul.
 
-    can_pair: whether `wide` may be 2.
+    can_pair: whether the CPU has enough vector registers for two row blocks at a time (`wide` 2).
     """
     shared = matmul.blocks_per_result
     wide = 2 if can_pair and (shared == 2 or matmul.weight_shape[0] % 2 == 0) else 1
@@ -104,9 +104,9 @@ def even_tokens(tokens: int, limit: int, unit: int) -> int:
 
 
 def even_share(total: int, limit: int) -> int:
-    """Return the largest divisor of `total` that is at most `limit`: 32 for 96 and 40.
+    """Return the largest divisor of `total` up to `limit`: for total 96 and limit 40, it is 32.
 
-    If this divisor is less than half of `limit`, return `limit`.
+    If this divisor is less than half of `limit`, return `limit`, which does not divide `total`.
     """
     limit = min(limit, total)
     share = next(n for n in range(limit, 0, -1) if total % n == 0)
@@ -119,9 +119,9 @@ def panel_workgroups(matmul: Matmul, row_blocks: int, tokens: int, threads: int)
 
 
 def each_block(b: Body, out_features: int, block: Index, store: Callable[[int], None]) -> None:
-    """Emit code that stores 16 results of a row block, or fewer in the weight's last block.
+    """Emit code that stores the 16 results of row block `block`, or fewer in the last block.
 
-    store(n): emits the stores of the first n results; store(0) emits those of all 16.
+    store(n): function that emits code to store the first n results, or all 16 if n is 0.
     """
     last, ragged = divmod(out_features, LANES)
     if not ragged:
@@ -136,13 +136,15 @@ def each_block(b: Body, out_features: int, block: Index, store: Callable[[int], 
 class Finish:
     """A writer of the code that computes y from dot products, and stores it.
 
-    The code applies the GLU, and adds the bias and the residual. sums: stack buffer f32 [tokens,
-    columns] with the dot products. row_of(token): returns the token's row of y.
+    The code applies the GLU, and adds the bias and the residual, where the matmul has them. sums:
+    stack buffer f32 [tokens, columns] with the dot products. row_of(token): function that returns
+    the row of y for a token.
 
     Arguments of the methods:
     first, end, last: tokens first .. end - 1 get results. Tokens end .. last - 1 are padding, and
         get zeros if the matmul has an operand `length`.
-    column: first of 16 columns of y. ragged: number of these that exist, or 0 for all 16.
+    column: index of the first of 16 columns of y.
+    ragged: number of these columns that exist, if the weight ends there; 0 if all 16 exist.
     """
 
     def __init__(
@@ -151,10 +153,10 @@ class Finish:
         self.b, self.matmul, self.lanes, self.buffers, self.sums, self.row_of = b, matmul, lanes, buffers, sums, row_of
 
     def store(self, first_block: Index, row_blocks: Index, first: Index, end: Index, last: Index) -> None:
-        """Emit code that stores y for tokens first .. last - 1 and for some 16-row blocks.
+        """Emit code that stores y for tokens first .. last - 1 and a range of 16-row blocks.
 
-        Row 0 of `self.sums` belongs to token `first`. The columns of `self.sums` belong to row
-        blocks first_block .. first_block + row_blocks - 1.
+        Row i of `self.sums` has the dot products of token first + i. Its columns belong to 16-row
+        blocks first_block .. first_block + row_blocks - 1 of the weight.
         """
         b, shared = self.b, self.matmul.blocks_per_result
         with b.loop(0, b.div(row_blocks, shared)) as i:

@@ -103,7 +103,8 @@ class Body:
     """The body of a kernel function under construction; each method appends an operation.
 
     Arithmetic on Python integers is computed immediately and appends no operation. fenced: whether
-    compilers must not fuse a `mulf` and an addition into an fma.
+    to keep compilers from fusing a multiplication and an addition into an fma, which would change
+    the bits of the result.
     """
 
     def __init__(self, fenced: bool = False) -> None:
@@ -205,9 +206,10 @@ class Body:
         return self.let("stream.dispatch.workgroup.id[0] : index", INDEX)
 
     def share(self, count: Index, workgroup: Index, workgroups: int) -> tuple[Index, Index]:
-        """Return (first, end): workgroup number `workgroup` computes items first .. end - 1.
+        """Return (first, end): a workgroup computes items first .. end - 1 of `count` items.
 
-        The workgroups divide all `count` items equally.
+        All `workgroups` workgroups get the same number of items, or one more. workgroup: index of
+        this workgroup.
         """
         if isinstance(count, Ssa):
             low = self.div(self.mul(workgroup, count), workgroups)
@@ -218,9 +220,10 @@ class Body:
         return first(workgroup), first(self.add(workgroup, 1))
 
     def real(self, length: Ssa | None, low: Index, high: Index) -> Index:
-        """Return the end of the rows that are not padding: `length` clamped to low .. high.
+        """Return the end of the rows that are not padding, among rows low .. high - 1.
 
-        length: memref of an i32. If it is None, there is no padding, and the result is `high`.
+        Rows from `length` on are padding, so the result is `length`, but at least `low` and at most
+        `high`. length: memref of an i32; None if there is no padding.
         """
         return high if length is None else self.max(self.min(self.to_index(self.load(length)), high), low)
 
@@ -323,7 +326,10 @@ class Body:
         return self.let(f"llvm.inttoptr {self.moved(address, offset)} : i64 to !llvm.ptr", POINTER)
 
     def touch(self, address: Ssa, offset: Index) -> None:
-        """Append a volatile load of the i32 at `address` + `offset`; compilers do not remove it."""
+        """Append a load of the i32 at `address` + `offset`, to bring its cache line into the cache.
+
+        Its result is not used, so the load is volatile: compilers do not remove it.
+        """
         self.let(f"llvm.load volatile {self.pointer(address, offset)} : !llvm.ptr -> i32", I32)
 
     def prefetch(self, buffer: Ssa, *indices: Index, near: bool = True) -> None:
@@ -361,10 +367,10 @@ class Body:
         step: Callable[[Index, Sequence[Ssa]], Sequence[Ssa]],
         before: Callable[[Index], None] = lambda i: None,
     ) -> Sequence[Ssa]:
-        """Append a loop that computes values = step(i, values) for i in 0 .. count - 1.
+        """Append an unrolled loop that computes values = step(i, values) for i in 0 .. count - 1.
 
-        Return the final values. Each iteration of the loop has `unroll` steps. before(i): emits
-        code at the start of an iteration, whose first step is i.
+        Return the final values. Each iteration of the loop runs `unroll` steps. before(i): function
+        that emits code at the start of an iteration; i is the first step of the iteration.
         """
         full = count // unroll * unroll
         with self.loop(0, full, unroll, carry=values) as loop:

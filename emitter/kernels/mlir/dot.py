@@ -1,15 +1,15 @@
 """Emit int8 dot products of weight codes and x, with the CPU's instruction for them.
 
-An output is a row of the weight. A quad is four int8 in an i32, the first in the lowest byte. It
-has four codes of one output, or four elements of one row of x. All instructions below give the same
-results, because their s32 sums are exact:
+An output is the result for one row of the weight. A quad is four int8 in an i32, the first in the
+lowest byte. It has four codes of one row of the weight, or four elements of one row of x. All
+instructions below give the same results, because their s32 sums are exact:
 
     vnni   vpdpbusd: u8 x s8, adds four products of each lane to s32
     sdot   NEON's sdot: s8 x s8, adds four products of each lane to s32
     madd   vpmaddubsw: u8 x s8, adds two products to s16. Before the s16 sums can saturate, vpmaddwd with ones adds
            them to s32. Codes of 8 bits are widened to s16 and multiplied by vpmaddwd
     smmla  NEON's smmla: s8 x s8, two rows of eight bytes times two outputs, adds eight products to each of four s32
-    plain  multiplications of i32, for any CPU; `plain blocks` is the plain form of smmla
+    plain  multiplications of i32, for any CPU; `plain blocks` is the same in the block layout of smmla
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Accumulators:
 
     words: s32 sums.
     halves: s16 sums that are not yet added to `words`; None unless the instruction is `madd`.
-    pairs: number of pairs of products in each s16 sum.
+    pairs: how many pairs of products each s16 sum of `halves` has; too many would saturate it.
     """
 
     words: tuple[Ssa, ...]
@@ -47,9 +47,17 @@ class Accumulators:
 class Dot:
     """A writer of code for int8 dot products of weight codes and x.
 
-    To multiply `quads` quads of each output by `rows` rows of x: prepare codes with `arranged` and
-    then `code`, prepare x with `x`, and call `add`, which adds the products to accumulators from
-    `start`. Each lane of a vector belongs to one output. bits: bits of a code.
+    A quad is four int8 in an i32. One call of `add` multiplies `quads` quads of each output (row of
+    the weight) by the same quads of `rows` rows of x. Each lane of a vector belongs to one output.
+    Callers use these methods in turn:
+
+    - `arranged`, then `code`: convert codes to operands of the instruction
+    - `x`: load x as operands of the instruction
+    - `start`: return accumulators
+    - `add`: add products to the accumulators; repeat for the next quads
+    - `words`: return the sums
+
+    bits: number of bits of a code.
     """
 
     rows: ClassVar[int] = 1
@@ -61,11 +69,14 @@ class Dot:
         self.bias = 128 if bits == 8 and isa.dot not in ("sdot", *_BLOCKS) else 0
 
     def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
-        """Reorder vectors of codes as `code` expects them; each lane has a quad of its output."""
+        """Return codes in the lane order that `code` needs, which differs between subclasses.
+
+        quads: vectors that have in each lane four codes of the lane's output.
+        """
         return list(quads)
 
     def code(self, arranged: Sequence[Ssa]) -> tuple[Ssa, ...]:
-        """Convert the result of `arranged` to the operand type of the instruction."""
+        """Convert codes, as `arranged` returns them, to operands of the dot product instruction."""
         (quad,) = arranged
         if self.dot == "plain":
             return tuple(self._byte(quad, j, "shrui") for j in range(4))
@@ -76,7 +87,7 @@ class Dot:
         return (self.b.bitcast(quad, 4 * self.lanes, "i8"),)
 
     def x(self, x: Ssa, rows: Sequence[Index], quad: Index) -> tuple[Ssa, ...]:
-        """Load `self.quads` quads of each row, converted to the operand type of the instruction.
+        """Load `self.quads` quads of each row of x, as operands of the dot product instruction.
 
         x: memref i32 [rows, in / 4]. rows: indices in x. quad: index of the first quad in a row.
         """
@@ -92,7 +103,10 @@ class Dot:
         return (self.b.bitcast(every, 4 * self.lanes, "i8"),)
 
     def start(self, words: Sequence[Ssa]) -> Accumulators:
-        """Return new accumulators; words: the initial s32 sum of each row of x, a scalar."""
+        """Return new accumulators with initial sums.
+
+        words: a scalar s32 for each row of x, from which the sums of all outputs start.
+        """
         (word,) = words
         return Accumulators((self.b.broadcast(word, self.lanes),))
 
@@ -144,7 +158,7 @@ class Dot:
 
 
 class BlockDot(Dot):
-    """A `Dot` for the instruction `smmla`, which multiplies two rows of x by two outputs.
+    """A `Dot` for `smmla`, which multiplies two rows of x by two outputs (rows of the weight).
 
     Two accumulators of four lanes have the sums of two rows and four outputs. Lane 2 i + j of the
     first accumulator belongs to row i and output j. Lane 2 i + j of the second accumulator belongs

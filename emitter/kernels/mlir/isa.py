@@ -31,7 +31,10 @@ class Isa:
 
     @property
     def roomy(self) -> bool:
-        """Return whether 24 accumulators of 16 f32, and operands, fit in the vector registers."""
+        """Return whether kernels can use large tiles of accumulators.
+
+        For this, 24 accumulators of 16 f32, and operands, must fit in the vector registers.
+        """
         return self.lanes * self.registers >= 512
 
     @property

@@ -51,10 +51,10 @@ def permuted(b: Body, isa: Isa, table: Ssa, indices: Ssa) -> Ssa:
 
 
 def shifted_index(b: Body, isa: Isa, words: Ssa, shift: int) -> Ssa:
-    """Shift the i32 vector `words` right by `shift` bits, to indices for `permuted`.
+    """Shift each i32 of `words` right by `shift` bits, for use as an index in `permuted`.
 
     With 16 lanes, `shift` must be a multiple of 4, and only the low four bits of each result are
-    valid.
+    valid; `permuted` reads only these.
     """
     factor = 1 << 16 - shift % 16
     if isa.lanes < ENTRIES or _plain(isa) or factor == 1 << 16:

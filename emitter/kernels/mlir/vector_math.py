@@ -175,8 +175,9 @@ def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
     """Quantise f32 vectors to int8, and return (quantised vectors, their common scale).
 
-    An element of a quantised vector is f32: an int8 plus the constant ROUND. `numbers_of` and
-    `low_bytes` extract the int8.
+    A quantised vector is still f32: each element is an int8 number plus the constant ROUND, whose
+    addition rounds to an integer. `numbers_of` and `low_bytes` extract the int8. The scale is
+    max |x| / 127.
     """
     width = parts[0].width
     peak = lane_max(b, tree(b.maxf, [b.math("absf", part) for part in parts]))
@@ -186,10 +187,10 @@ def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
 
 
 def numbers_of(b: Body, shifted: Ssa) -> Ssa:
-    """Return the int8 numbers in a vector that `as_bytes` has quantised, as f32."""
+    """Convert a vector that `as_bytes` has quantised to its int8 numbers, stored as f32."""
     return b.subf(shifted, b.splat(ROUND, shifted.width))
 
 
 def low_bytes(b: Body, shifted: Ssa) -> Ssa:
-    """Return the int8 numbers in a vector that `as_bytes` has quantised, as i8."""
+    """Convert a vector that `as_bytes` has quantised to its int8 numbers, stored as i8."""
     return b.convert("trunci", b.bitcast(shifted, shifted.width, "i32"), "i8")

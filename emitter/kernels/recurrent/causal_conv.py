@@ -32,13 +32,15 @@ def causal_conv(
 ) -> Kernel:
     """Return the kernel of a depthwise causal convolution with a state, and an activation.
 
-    y_t = act(bias + sum over i of w_i x_(t - n + 1 + i)), for a filter w of n = `positions`.
+    y_t = act(bias + sum over i of w_i x_(t - n + 1 + i)), for a filter w with n taps.
 
-    Operands: x f32 [T, x.width]; weight f32 [n, features]; bias f32 [features] if `bias`; the
-        operands in `tokens.operands`; state f32 [layers, n - 1, features]; layer, an index.
+    Operands: x f32 [T, x.width]; weight f32 [n, features]; bias f32 [features] if `bias`; positions
+        and length of `tokens.operands`, if it has them; state f32 [layers, n - 1, features], the
+        last n - 1 rows of x; layer, the index of the layer.
     Results: y f32 [T, features], zero for padding; state, in place.
 
-    x: the columns of the operand x that are convolved.
+    positions: number n of taps of the filter.
+    x: which columns of the operand x are convolved.
     """
     T, n = tokens.count, positions
     row = TensorType((features,), F32)

@@ -35,13 +35,16 @@ def gated_delta(
 ) -> Kernel:
     """Return the kernel of the gated delta rule (`recurrences.gated_delta`) and a gated norm.
 
-    shape: (k_heads, heads, k_dim, v_dim).
+    The decay of a head is exp(rate * softplus(alpha + bias)). The rule's beta is sigmoid(beta).
+
+    shape: (k_heads, heads, k_dim, v_dim), where q and k have k_heads heads, and v has `heads`
+        heads.
     columns: for each of the operands q, k, v, alpha, beta and z, the columns that the kernel reads.
     norm_eps: epsilon of an RMS norm of each head of the result; None for no norm. The norm's result
         is multiplied by silu(z).
     Operands: q, k, v, alpha, beta and (with a norm) z, f32 [T, width]; rate, bias f32 [heads]; norm
-        f32 [v_dim]; the operands in `tokens.operands`; state f32 [layers, heads, k_dim, v_dim];
-        layer, an index. alpha and beta are a and b of `recurrences.gated_delta`.
+        f32 [v_dim]; positions and length of `tokens.operands`, if it has them; state f32 [layers,
+        heads, k_dim, v_dim]; layer, the index of the layer.
     Results: out f32 [T, heads * v_dim], zero for padding; state, in place.
     """
     k_heads, heads, k_dim, v_dim = shape
@@ -115,10 +118,11 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tuple[int, bool]:
-    """Return the width of a block of state columns, in vectors, and whether the block is copied.
+    """Choose how many columns of the state a kernel updates at a time, and whether in a copy.
 
-    With several tokens, the kernel updates a copy of the block on the stack, if the copy fits.
-    vectors: number of vectors in v_dim. width: number of elements of a vector.
+    Return (number of vectors in a row of these columns, whether they are copied to the stack). A
+    kernel for several tokens copies them if the copy fits. vectors: number of vectors in v_dim.
+    width: number of elements of a vector.
     """
     limit = isa.registers // 4
     if tokens.in_turn > 1:
@@ -130,11 +134,14 @@ def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tu
 
 @dataclass
 class _Head:
-    """A writer of the code of a workgroup, which computes one head of one sequence.
+    """A writer of the code of one workgroup, which computes one head of one sequence.
 
-    sizes: (k_dim, v_dim, elements of a vector, vectors in a row of a block of state columns).
-    given: memrefs of the kernel by name. at: the head's first column in each operand. known: stack
-    buffer [4, tokens] with decay, beta, and the scales of k and q, of each token.
+    The code updates a block of columns of the head's state at a time.
+
+    sizes: (k_dim, v_dim, elements of a vector, vectors in a row of a block).
+    given: memrefs of the kernel's operands and results, by name.
+    at: the head's first column in each operand, by name.
+    known: stack buffer f32 [4, tokens] with decay, beta, and the scales of k and q, of each token.
     """
 
     b: Body

@@ -31,8 +31,9 @@ def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, C
 
     shape: (groups, heads, head_dim, n).
     columns: for each of the operands x, dt, B and C, the columns that the kernel reads.
-    Operands: x, dt, B, C f32 [T, width]; rate, bias and skip f32 [heads]; the operands in
-        `tokens.operands`; state f32 [layers, heads, head_dim, n]; layer, an index.
+    Operands: x, dt, B, C f32 [T, width]; rate, bias and skip f32 [heads]; positions and length of
+        `tokens.operands`, if it has them; state f32 [layers, heads, head_dim, n]; layer, the index
+        of the layer.
     Results: y f32 [T, heads * head_dim], zero for padding; state, in place.
     """
     groups, heads, head_dim, n = shape

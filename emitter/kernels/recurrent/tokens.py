@@ -30,7 +30,7 @@ class Columns:
         return f"{self.first}of{self.width}"
 
     def of(self, x: np.ndarray, *sizes: int) -> np.ndarray:
-        """Return the columns of the NumPy array `x` [T, width], as f64 [T, *sizes]."""
+        """Return these columns of the NumPy array `x` [T, width], as f64 [T, *sizes]."""
         own = x[:, self.first : self.first + int(np.prod(sizes))]
         return own.reshape(len(x), *sizes).astype(np.float64)
 
@@ -40,7 +40,7 @@ class Share:
     """The part of a recurrent kernel that one workgroup computes.
 
     unit: index of a head, or of a block of features.
-    at: index of the layer in dimension 0 of the state.
+    at: index of the layer's state in dimension 0 of the state, which may have several sequences.
     low, end, high: rows low .. end - 1 of x are tokens, and rows end .. high - 1 are padding.
     """
 
@@ -70,7 +70,7 @@ class Tokens:
 
     @property
     def in_turn(self) -> int:
-        """Return the number of tokens that a workgroup computes, one after another."""
+        """Return how many tokens one workgroup computes, one after another; in a batch, it is 1."""
         return 1 if self.batch else self.count
 
     @property
@@ -87,9 +87,9 @@ class Tokens:
         return f"{self.layers}_{'b' * self.batch}{self.count}" + "_length" * self.length
 
     def share(self, b: Body, units: int, layer: Ssa, given: Mapping[str, Ssa]) -> Share:
-        """Return the part of the kernel that this workgroup computes.
+        """Return which head (or block of features) and which tokens this workgroup computes.
 
-        units: number of workgroups for each sequence. layer: layer of the model. given: memrefs of
+        units: number of workgroups for each sequence. layer: index of the layer. given: memrefs of
         the kernel's operands, by name.
         """
         unit: Index = b.workgroup()
@@ -101,10 +101,11 @@ class Tokens:
         return Share(unit, b.add(b.mul(row, self.layers // self.count), layer), row, end, after)
 
     def real(self, layer: int, given: dict[str, np.ndarray]) -> Iterator[tuple[int, range]]:
-        """Yield (index in dimension 0 of the state, rows of x without padding) of each sequence.
+        """Yield which state and which rows of x belong to each sequence, for the NumPy references.
 
-        Idle sequences are left out. layer: layer of the model. given: the kernel's operands as
-        NumPy arrays, by name.
+        An item is (index in dimension 0 of the state, range of the rows that are not padding). Idle
+        sequences are left out. layer: index of the layer. given: the kernel's operands as NumPy
+        arrays, by name.
         """
         if not self.batch:
             yield layer, range(int(given.get("length", self.count)))
@@ -129,7 +130,7 @@ def single_lane(b: Body, x: Ssa) -> Ssa:
 
 
 def softplus(b: Body, x: Ssa) -> Ssa:
-    """Return log(1 + e^x) of a vector of QUAD lanes, accurate also for small results."""
+    """Return log(1 + e^x) of a vector of four lanes (QUAD), accurate also for small results."""
     small = exp(b, b.subf(b.splat(0.0, QUAD), b.math("absf", x)))
     return b.addf(b.maxf(x, b.splat(0.0, QUAD)), b.math("log1p", small))
 

@@ -18,13 +18,16 @@ element is d * scale * code plus or minus m * minimum, see `codec.Parts`:
            [groups, words, 16] i16   the same for codes of 3 bits
            [elements, 16] i8         codes of 8 bits
 
-Only d and codes are in the records of every quantised codec. A record of a float codec has one
-element of each of the 16 rows; for bf16, two elements in an i32, the even one in the low half.
+Every quantised codec has d and codes; the other parts depend on the codec. A record of a float
+codec has one element of each of the 16 rows; for bf16, two elements in an i32, the even one in the
+low half.
 
-Kernels do not shift codes: `word & mask` is a code times a power of two, and x is multiplied by the
-inverse of this power beforehand. The bit fields of codes of 3, 5 or 6 bits do not fill a word: the
-highest one or two bits are left over. The leftover bits of all words of a group store the last one
-or two codes of the group (`TOP_CODES`).
+Kernels read a code as `word & mask`, without a shift. The result is the code times a power of two,
+so kernels multiply x by the inverse of this power beforehand.
+
+The bit fields of codes of 3, 5 or 6 bits do not fill a word: the highest one or two bits are left
+over. The leftover bits of several words together store the last one or two codes of a group
+(`TOP_CODES`).
 """
 
 import os
@@ -63,9 +66,11 @@ class Layout:
 
     size: bytes of a record.
     elements, groups: elements and codec groups of each row in a record.
-    words: number of words of a codec group in each row; 0 for 8-bit codes and floats.
+    words: number of words that store the codes of one group of one row; 0 for 8-bit codes and
+        floats.
     word_bits: bits of a word.
-    fields: number of codes in a word, not counting the last codes of a group (`TOP_CODES`).
+    fields: number of bit fields in a word, each with one code. The bits that are left over in a
+        word are not counted; they store parts of other codes (`TOP_CODES`).
     d, m, scales, minima, codes: byte offset of each part of the record, or None if the record has
         no such part.
     d_type: NumPy type of d.
@@ -85,16 +90,23 @@ class Layout:
     codes: int = 0
 
     def field(self, k: int) -> tuple[int, int]:
-        """Return (word, field in the word) of code k of a group, for k below `in_fields`."""
+        """Return (index of the word, index of the bit field in the word) of code k of a group.
+
+        k must be less than `in_fields`: later codes have no field of their own (`TOP_CODES`).
+        """
         return k // self.fields, k % self.fields
 
     @property
     def in_fields(self) -> int:
-        """Return how many codes of a group are in one bit field each; `TOP_CODES` are not."""
+        """Return how many codes of a group have a bit field of their own.
+
+        The last codes of a group may have none: their bits are spread over several words
+        (`TOP_CODES`).
+        """
         return self.words * self.fields
 
     def bit_fields(self, codec: Codec, k: int) -> tuple[BitField, ...]:
-        """Return the bit fields whose OR is code k of a group."""
+        """Return the bit fields (word, shift, mask) that store code k of a group; OR joins them."""
         if k >= self.in_fields:
             return TOP_CODES[codec.bits][k - self.in_fields]
         word, field = self.field(k)
@@ -125,7 +137,10 @@ def layout(codec: Codec) -> Layout:
 
 
 def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[int, int, int]:
-    """Return [row blocks, records, record bytes] of a packed weight [out, in]."""
+    """Return the shape of a packed weight [out, in]: (16-row blocks, records, bytes of a record).
+
+    A record packs one codec block of each of the 16 rows.
+    """
     row_bytes(codec_name, in_features)
     record = layout(codec_of(codec_name))
     return -(-out_features // LANES), -(-in_features // record.elements), record.size
@@ -202,8 +217,9 @@ def _filled(raw: np.ndarray, axis: int, multiple: int) -> np.ndarray:
 def pack(codec_name: str, *raws: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     """Pack a weight, u8 [out, row_bytes] in the codec's format, into u8 of `packed_shape`.
 
-    With several weights of one shape, such as gate and up of a GLU, the result has a row block of
-    each of them in turn. out: the array to write and return; None for a new one.
+    raws: one weight, or several of one shape, such as gate and up of a GLU. Several weights become
+    one, in which their 16-row blocks alternate. out: the array to write and return; None for a new
+    one.
     """
     codec = codec_of(codec_name)
     record, of_each = layout(codec), len(raws)

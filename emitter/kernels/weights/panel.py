@@ -1,8 +1,9 @@
 """Panels for GEMMs: parts of a packed weight that are decoded to a buffer on the stack.
 
-A panel is a transposed part of the weight. Its rows are `depth` elements of in_features. Its
-columns are the rows of a few 16-row blocks of the weight. A panel of codes also has a scale and a
-minimum for each codec group. A bf16 panel has the block layout of `mlir.matrix`.
+A panel is a transposed part of the weight [out, in], so that a row of the panel is one element of
+in_features. It has `depth` rows. Its columns are the rows of a few 16-row blocks of the weight. A
+panel of codes also has a scale and a minimum for each codec group (elements that share a scale). A
+bf16 panel has the block layout of `mlir.matrix`.
 """
 
 from castiron.emitter.codec import Codec
@@ -29,10 +30,11 @@ def units(codec_name: str) -> int:
 
 
 class Decoded:
-    """The weights of one unit (a codec group, or a float record) of a 16-row block, as f32.
+    """The weights of one unit of a 16-row block, decoded to f32 when a method asks for them.
 
-    The code that decodes scales is emitted at their first use. block: index of the 16-row block in
-    the weight. unit: index of the unit in a row.
+    A unit is a codec group (elements of a row that share a scale), or a record of a float codec.
+    The code that decodes a scale is emitted only once. block: index of the 16-row block in the
+    weight. unit: index of the unit in a row.
     """
 
     def __init__(self, records: Records, block: Index, unit: Index):
@@ -47,7 +49,10 @@ class Decoded:
             self.at = unit, 0
 
     def weight(self, k: int, v: int) -> Ssa:
-        """Return element `k` of the unit for each row in vector `v` of the 16 rows, f32 [lanes]."""
+        """Return element `k` of the unit, for rows v * lanes .. (v + 1) * lanes - 1 of the 16 rows.
+
+        The result is one f32 vector [lanes].
+        """
         b, records = self.records.b, self.records
         if not records.codec.quantised:
             if v not in self._elements:
@@ -65,16 +70,16 @@ class Decoded:
 
 
 def decoded(records: Records, block: Index, unit: Index) -> list[list[Ssa]]:
-    """Return the weights of a `Decoded` unit: f32 vectors [vectors of rows][elements]."""
+    """Return all weights of one unit (see `Decoded`) as f32 vectors [vectors of rows][elements]."""
     weights = Decoded(records, block, unit)
     return [[weights.weight(k, v) for k in range(units(records.codec.name))] for v in range(records.vectors)]
 
 
 class BasePanel:
-    """A panel with up to `depth` rows and 16 * `row_blocks` columns.
+    """A base class of panels, the buffers for a part of the weight: [depth, 16 * row_blocks].
 
     A subclass has a method `fill(first_block, k, depth)`, which emits the code that decodes
-    elements k .. k + depth - 1 of `row_blocks` 16-row blocks from `first_block` on.
+    elements k .. k + depth - 1 of `row_blocks` 16-row blocks, from `first_block` on.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
@@ -162,7 +167,8 @@ class CodePanel(BasePanel):
 class Int8Panel(BasePanel):
     """A panel of stored codes as int8, four in each i32 of `codes` [depth / 4, columns].
 
-    `scales` and `bases`, f32 [groups, columns], are those of `Int8Codes.scale_and_base`.
+    `scales` and `bases` are f32 [groups, columns], for each codec group (elements that share a
+    scale). `Int8Codes.scale_and_base` has the formula of a weight.
     """
 
     def allocate(self, depth: int, columns: int) -> None:
@@ -251,16 +257,21 @@ class Bf16SplitPanel(Bf16Panel):
 
 
 class Bf16BlockPanel(Bf16Panel):
-    """A panel of group scale * code, each split exactly into `count` bf16.
+    """A panel of weights divided by the scale d of their codec block, as bf16.
 
-    `scales`: f32 [blocks, columns], the scale d of each codec block. A panel may be part of a block.
+    An element is (scale of its codec group) * code. Each is split exactly into `count` bf16.
+    `scales`: f32 [blocks, columns], the scale d of each codec block, by which the GEMM multiplies
+    its sums. A panel may be part of a block.
     """
 
     minima = None
 
     @staticmethod
     def fits(codec: Codec) -> bool:
-        """Return whether the panel has fewer products and sums than a `Bf16CodePanel`."""
+        """Return whether this panel is faster than `Bf16CodePanel` for GEMMs of a codec.
+
+        It is faster where it takes fewer products and additions.
+        """
         return codec.block > codec.group and not codec.minimum and (codec.group < DEPTH or layout(codec).scales is None)
 
     def allocate(self, depth: int, columns: int) -> None:

@@ -50,7 +50,8 @@ def code_factors(codec: Codec) -> np.ndarray:
 class Records:
     """A writer of code that reads a packed weight, i8 [row blocks, records, bytes].
 
-    base: number that is added to the index of each 16-row block.
+    base: number that is added to the index of each 16-row block, such as the first block of an
+        expert.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, base: Index = 0):
@@ -60,7 +61,7 @@ class Records:
         self.vectors = LANES // isa.lanes
 
     def rows(self, at: tuple[Index, Index, Index], v: Index, element: str, bits: int) -> Ssa:
-        """Load one element of a record for each row in vector `v`.
+        """Load one element, such as a scale or a word of codes, for each row in vector `v`.
 
         at: (block, record, byte offset in the record of the elements of all 16 rows).
         element, bits: MLIR type and size of an element.
@@ -92,18 +93,20 @@ class Records:
         self.b.prefetch(self.weight, self.b.add(block, self.base), record, offset, near=near)
 
     def prefetch_later(self, blocks: Iterable[Index], step: int, record: Index, first: Index, nbytes: int) -> None:
-        """Emit prefetches of a part of record `record` in block i + step, for each i of `blocks`.
+        """Emit prefetches of one record, or a part of it, in 16-row blocks that are read later.
 
-        The part is bytes first .. first + nbytes - 1 of the record.
+        For each block of `blocks`, the code prefetches from the block that is `step` blocks after
+        it: bytes first .. first + nbytes - 1 of its record `record`.
         """
         for block in dict.fromkeys(blocks):
             for line in range(0, nbytes, CACHE_LINE):
                 self.prefetch(self.b.add(block, step), record, self.b.add(first, line))
 
     def extent(self, group: Index, count: int = 1) -> tuple[Index, int]:
-        """Return (byte offset in the record, size) of the codes of `count` groups from `group` on.
+        """Return (byte offset, number of bytes) in the record of the codes of some codec groups.
 
-        If a record has only one group, the result is (0, bytes of the record).
+        The groups are group .. group + count - 1. If a record has only one group, the result
+        includes the scales too, that is, the complete record.
         """
         if self.layout.groups == 1:
             return 0, self.layout.size
@@ -135,7 +138,11 @@ class Records:
         return self.b.convert("sitofp", wide, "f32")
 
     def group_scale(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """Return `scale` of a group, a factor of its block's d, f32 [lanes]; None means 1."""
+        """Return the scale of a codec group for the rows of vector `v`; None means 1.
+
+        The result is f32 [lanes]. A weight is d * scale * code +- m * minimum, where d and m are
+        those of the codec block.
+        """
         if self.codec.small_floats:
             b, at = self.b, (block, record, self.b.add(self.b.mul(group, LANES), self.layout.scales or 0))
             bits = b.convert("extui", self.rows(at, v, "i8", 8), "i16")
@@ -144,7 +151,11 @@ class Records:
         return self._factor(self.layout.scales, self.codec.minimum == 0, block, record, group, v)
 
     def group_minimum(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """Return `minimum` of a group, a factor of its block's m, f32 [lanes]; None means 1."""
+        """Return the minimum of a codec group for the rows of vector `v`; None means 1.
+
+        The result is f32 [lanes]. A weight is d * scale * code +- m * minimum, where d and m are
+        those of the codec block.
+        """
         return self._factor(self.layout.minima, False, block, record, group, v)
 
     def scale_and_minimum(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
@@ -278,8 +289,8 @@ class Int8Codes(GroupCodes):
     def scale_and_base(self, v: Index) -> tuple[Ssa, Ssa | None]:
         """Return (scale, base) of the group as f32 [lanes]; a base of None is 0.
 
-        If the codec has minima, a weight is scale * code + base for a code that `quads` returns.
-        Otherwise it is scale * (code - codec.offset - self.dot.bias).
+        If the codec has minima, a weight is scale * code + base. Otherwise it is
+        scale * (code - codec.offset - self.dot.bias). Here `code` is a code as `quads` returns it.
         """
         b, codec, lanes = self.records.b, self.records.codec, self.records.lanes
         scale, base = self.records.scale_and_base(self.block, self.record, self.group, v)
@@ -292,7 +303,7 @@ class Int8Codes(GroupCodes):
     def quads(self, q: int, v: Index) -> list[Ssa]:
         """Return `self.dot.quads` vectors of codes for `Dot.code`, from quad `q` of the group on.
 
-        A quad is four codes of a row, to which `self.dot.bias` is added.
+        Each lane has a quad, that is, four codes of its row. `self.dot.bias` is added to each code.
         """
         return self.dot.arranged([self._quad(q + i, v) for i in range(self.dot.quads)])
 
