@@ -1,4 +1,4 @@
-"""Parameter archives (.irpa) of IREE, written with at most two tensors in memory.
+"""Parameter archives (.irpa) of IREE, written with few tensors in memory at a time.
 
 The format is IREE's runtime/src/iree/schemas/parameter_archive.h, version 0.0: a header, a table of
 entries, their names, then the tensors. Tensors start at multiples of 64 bytes, so that a mapped
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -23,6 +23,8 @@ from castiron.vmfb.disk import naming
 ALIGNMENT = 64
 # One page, so that the data can be mapped.
 DATA_START = 4096
+# Max bytes of tensors that wait to be written, unless one tensor is larger.
+PENDING_BYTES = 1 << 26
 _HEADER = struct.Struct("<4sHHQQQ QQQQQQQ")
 _ENTRY = struct.Struct("<QIQQQQQQ QQ")
 _ENTRY_SIZE = (_ENTRY.size + 15) // 16 * 16
@@ -40,11 +42,12 @@ def write_irpa(
 ) -> str:
     """Write `entries` (name, data, (shape, dtype)) in order; return the file's sha256 in hex.
 
-    data: an array, or a function that returns the array. The function is called while the previous
-    array is written. The array must have the given shape and item size; its dtype may differ, such
-    as uint16 for bf16, because the file stores no dtypes. progress: called after
-    every tensor with (bytes of the tensors so far, bytes of all tensors). Raise WeightsError, and
-    leave no file, for a duplicate name or an array of another shape.
+    data: an array, or a function that returns the array. The function is called while earlier
+    arrays are written: at most PENDING_BYTES, or one larger array. The array must have the given
+    shape and item size; its dtype may differ, such as uint16 for bf16, because the file stores no
+    dtypes. progress: called after every tensor with (bytes of the tensors so far, bytes of all
+    tensors). Raise WeightsError, and leave no file, for a duplicate name or an array of another
+    shape.
     """
     plan = [(name, data, tuple(shape), np.dtype(dtype)) for name, data, (shape, dtype) in entries]
     sizes = [prod(shape) * dtype.itemsize for _, _, shape, dtype in plan]
@@ -56,28 +59,36 @@ def write_irpa(
     digest, total = hashlib.sha256(), sum(sizes)
     path = Path(path)
     try:
-        # Writing and hashing release the GIL, so the next tensor is made in the meantime.
-        with naming(path), open(path, "wb") as file, ThreadPoolExecutor(1) as pool:
+        # Writing and hashing release the GIL, so the next tensors are made in the meantime.
+        with naming(path), open(path, "wb") as file, ThreadPoolExecutor(1) as writer, ThreadPoolExecutor(1) as hasher:
+            pending: deque[tuple[int, Future, Future]] = deque()
 
-            def put(data: bytes | memoryview, position: int) -> None:
-                for part in (bytes(position - file.tell()), data):
-                    digest.update(part)
-                    file.write(part)
+            def finish(bytes_left: int) -> None:
+                # Wait until at most `bytes_left` bytes of tensors are neither written nor hashed.
+                while pending and sum(size for size, *_ in pending) > bytes_left:
+                    for future in pending.popleft()[1:]:
+                        future.result()
 
-            writing = pool.submit(put, head, 0)
-            for (name, data, shape, dtype), offset, done in zip(plan, offsets, accumulate(sizes), strict=True):
+            def put(data: bytes | memoryview) -> None:
+                pending.append((len(data), writer.submit(file.write, data), hasher.submit(digest.update, data)))
+
+            put(head)
+            end = start
+            for (name, data, shape, dtype), size, offset, done in zip(plan, sizes, offsets, accumulate(sizes), strict=True):
                 array = data() if callable(data) else data
                 if array.shape != shape or array.dtype.itemsize != dtype.itemsize:
                     found, wanted = f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}"
                     raise WeightsError(
                         f"{path}: parameter {name!r} is {found}, not {wanted}; if the checkpoint changed, compile again"
                     )
-                writing.result()
-                writing = pool.submit(put, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, start + offset)
+                finish(max(0, PENDING_BYTES - size))
+                put(bytes(start + offset - end))
+                put(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                end = start + offset + size
                 del array
                 if progress:
                     progress(done, total)
-            writing.result()
+            finish(-1)
             return digest.hexdigest()
     except BaseException:
         path.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import weakref
 
 import iree.runtime as rt
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from castiron.vmfb import weights
 from castiron.vmfb.weights import WeightsError, write_irpa
 
 
@@ -50,12 +52,23 @@ def test_iree_reads_what_was_written(tmp_path_factory, tensors):
     assert written == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_no_more_than_two_tensors_are_in_memory(tmp_path):
-    alive = []
+@pytest.mark.parametrize(("pending", "waiting"), [(0, 1), (999, 1), (2500, 2)])
+def test_few_tensors_are_in_memory(tmp_path, monkeypatch, pending, waiting):
+    """While a tensor is made, at most `pending` bytes of others, or one of them, wait to be written."""
+    alive, counts, sha256 = [], [], hashlib.sha256
+
+    class SlowHash:
+        def __init__(self):
+            self.hexdigest = sha256().hexdigest
+
+        def update(self, data):
+            time.sleep(0.02)
+
+    monkeypatch.setattr(weights, "PENDING_BYTES", pending)
+    monkeypatch.setattr(weights.hashlib, "sha256", SlowHash)
 
     def make(n):
-        # The previous tensor may still be written.
-        assert sum(ref() is not None for ref in alive) <= 1
+        counts.append(sum(ref() is not None for ref in alive))
         array = np.full((1000,), n, np.uint8)
         alive.append(weakref.ref(array))
         return array
@@ -64,6 +77,7 @@ def test_no_more_than_two_tensors_are_in_memory(tmp_path):
     entries = ((f"t{n}", lambda n=n: make(n), ((1000,), np.uint8)) for n in range(5))
     write_irpa(tmp_path / "w.irpa", entries, lambda done, total: seen.append((done, total)))
     assert len(alive) == 5 and seen == [(1000 * n, 5000) for n in range(1, 6)]
+    assert max(counts) == waiting
 
 
 @pytest.mark.parametrize(
