@@ -1,9 +1,10 @@
-"""The printer of modules as MLIR text; equal modules give equal bytes on every machine.
+"""Print modules as MLIR text; equal modules give equal bytes on every machine.
 
-The text has one of two forms:
-- `weights="arguments"`: pure StableHLO; each parameter is another argument of the function.
-- `weights="parameters"`, for IREE: parameters are globals in the parameter scope "model",
-  `iree.abi.output` marks inputs that an output overwrites, and kernels are dispatched.
+The argument `weights` selects one of two forms:
+- "arguments": only StableHLO. Each weight is an additional argument of the function that reads it.
+- "parameters": for IREE. Each weight is a global, which IREE loads from the parameter scope
+  "model". If an output overwrites an input, the attribute `iree.abi.output` makes IREE write the
+  output to the input's buffer. Kernels are called with `flow.dispatch`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SCOPE = "model"
 def print_module(module: Module, weights: str = "parameters") -> str:
     """Return the MLIR text of a lowered module.
 
-    weights: "parameters" prints parameters as IREE's globals, "arguments" as function arguments.
+    weights: "parameters" prints weights as IREE's globals, "arguments" as function arguments.
     """
     if weights not in ("parameters", "arguments"):
         raise EmitError(f'unknown form of weights: {weights!r}; use "parameters" or "arguments"')

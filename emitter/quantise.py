@@ -2,18 +2,19 @@
 
 The elements x of a group share a scale. The search minimises their weighted squared error:
 
-1. It rounds x to several grids (evenly spaced values) of different widths, which gives codes.
+1. It rounds x to several grids (evenly spaced values) of different widths. A code is the integer
+   that selects a grid value.
 2. For the codes of each grid, the best scale and minimum have a closed form. The best grid wins.
 3. In K-quants, scales are rounded to integer multiples of the block's scale, and minima are fitted
    again.
 4. Codes are rounded again, with the scales and minima as they are stored.
 
-The search is that of ggml's `make_qx_quants` and `make_qkx2_quants`, with a different error.
-Without an importance matrix, ggml gives larger elements a larger weight. Here all elements have the
-same weight, which minimises the mean square error.
+The search is that of ggml's `make_qx_quants` and `make_qkx2_quants`, except for one thing: Without
+an importance matrix, ggml gives larger elements a larger weight. Here all elements have the same
+weight, which minimises the mean square error.
 
-Inside the search, arrays are [group, n]: a column for each of n groups, so that every step reads
-contiguous memory.
+The search stores elements as [group, n]: n groups are the columns, and the rows are the elements of
+a group. So every step reads contiguous memory.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ _SIX_BITS = 63
 
 @dataclass(frozen=True)
 class Encoder:
-    """The quantiser of a codec: the range of codes, the scales to try, and the packing of blocks.
+    """How a codec quantises: the range of codes, the scales to try, and the packing of blocks.
 
-    low, high: smallest and largest code.
-    steps: the encoder tries one scale for each s in `steps`: the one with which the largest value of
-        a group gets the code high + s before clipping. Without minima, the value of largest
-        magnitude gets low - s.
-    join: packs the parts of n blocks to u8 [n, block_bytes].
+    low, high: smallest and largest code; codes outside this range are clipped.
+    steps: for each s in `steps`, the search tries one scale of a group. If the codec has minima,
+        the scale is (max - min) / (high + s). If not, it is x / (low - s), where x is the element
+        of largest magnitude.
+    join: packs the codes and scales of n blocks to bytes, u8 [n, block_bytes].
     """
 
     low: int
@@ -54,8 +55,10 @@ class Encoder:
 
 
 def convert(source: str, raw: np.ndarray, target: str, importance: np.ndarray | None = None) -> np.ndarray:
-    """Convert rows, u8 [..., row_bytes], from codec `source` to codec `target`, on several threads.
+    """Convert the rows of a weight from codec `source` to codec `target`, on several threads.
 
+    raw: the stored rows, u8 [..., row_bytes]. The result has the same shape, but the row_bytes of
+    `target`.
     importance: positive f32 [in], the weight of the squared errors of each column; None: all 1.
     Raises ValueError for numbers that the target codec cannot store.
     """
@@ -116,8 +119,10 @@ def _codes(encoder: Encoder, x: np.ndarray, inverse: np.ndarray, out: np.ndarray
 
 
 def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-    """Return the scales [n] for which `scale * code` is nearest to x [group, n].
+    """Return the best scale of each of n groups, f32 [n].
 
+    It minimises the error of `scale * code`, where each code is an integer of the codec's range.
+    x: the elements, [group, n]: a column for each group.
     weights: the weight of each squared error, [group, n]; None: all 1.
     """
     largest = np.take_along_axis(x, np.abs(x).argmax(axis=0)[None], axis=0)[0]
@@ -138,9 +143,12 @@ def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.n
 def _scales_and_minima(
     encoder: Encoder, x: np.ndarray, weights: np.ndarray | None, negative: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scales and minima [n] for which `scale * code + minimum` is nearest to x.
+    """Return the best scale and the best minimum of each of n groups, f32 [n] each.
 
-    x: the elements, [group, n]. weights: the weight of each squared error, [group, n]; None: all 1.
+    They minimise the error of `scale * code + minimum`, where each code is an integer of the
+    codec's range.
+    x: the elements, [group, n]: a column for each group.
+    weights: the weight of each squared error, [group, n]; None: all 1.
     negative: whether minima are limited to numbers <= 0, as K-quants store them.
     """
     low, high = x.min(axis=0), x.max(axis=0)
@@ -169,11 +177,12 @@ def _scales_and_minima(
 
 
 def _as_factors(values: np.ndarray, groups: int, high: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Round values [n], one for each group, to integer multiples of one scale d per block.
+    """Round values to d * factor, with one d for each block and one integer factor for each value.
 
-    Returns d [blocks] f16, the integer factors [blocks, groups], and d * factor [n] f32. The value
-    of largest magnitude in a block gets the factor `high`. Factors are signed if `high` is
-    negative, and 0 to `high` otherwise.
+    values: [n], a value for each group of elements. groups: number of groups in a block.
+    high: the factor of the value of largest magnitude in a block: -128 for factors from -128 to
+    127, or 63 for factors from 0 to 63.
+    Returns d [blocks] f16, the factors [blocks, groups], and the rounded values [n] f32.
     """
     by_block = values.reshape(-1, groups)
     largest = np.take_along_axis(by_block, np.abs(by_block).argmax(axis=1)[:, None], axis=1)
@@ -228,10 +237,11 @@ def _halves(*numbers: np.ndarray) -> list[np.ndarray]:
 
 
 def _planes(codes: np.ndarray, run: int, bits: int) -> np.ndarray:
-    """Pack codes [n, k] of `bits` bits in bytes [n, k * bits / 8].
+    """Pack codes [n, k] of `bits` bits into bytes [n, k * bits / 8].
 
-    The first `run` bytes have the first `run` codes in their lowest bits, the next `run` codes in
-    the bits above, and so on. With 4 bits and a run of 2, codes 1, 3, 2, 4 become bytes 0x21, 0x43.
+    Codes that share a byte are `run` codes apart, the first one in the lowest bits. For example,
+    with 4 bits and a run of 2, the codes 1, 3, 2, 4 become the bytes 0x21, 0x43: 1 and 3 are the
+    low halves, 2 and 4 the high halves.
     """
     fields = codes.reshape(len(codes), -1, 8 // bits, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
@@ -248,7 +258,10 @@ def _six_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
 
 
 def _join_32(offset: int, bits: int) -> Callable[[Parts], np.ndarray]:
-    """Return the packer of q4_0, q4_1, q5_0 or q5_1; it adds `offset` to a code of `bits` bits."""
+    """Return a function that packs `Parts` to blocks of the format q4_0, q4_1, q5_0 or q5_1.
+
+    bits: size of a stored code. offset: added to each code, so that stored codes are unsigned.
+    """
 
     def join(parts: Parts) -> np.ndarray:
         codes = _unsigned(parts.codes, offset)

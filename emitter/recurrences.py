@@ -25,7 +25,7 @@ def causal_conv(step: Step, layer: int, x: Value, name: str, bias: bool) -> Valu
     """Apply the depthwise causal `torch.nn.Conv1d` called `name` to x [T, features].
 
     Return y [T, features], where y_t = bias + sum over i of w_i x_(t - n + 1 + i). The filters w
-    are `<name>.weight` [features, 1, n], with n positions. The state `conv` [layers, n - 1,
+    are `<name>.weight` [features, 1, n]; n is the kernel size. The state `conv` [layers, n - 1,
     features] has the latest n - 1 rows of x, oldest first.
     """
     positions = step.states["conv"].shape[1] + 1
@@ -70,10 +70,11 @@ def _rate(step: Step, heads: int) -> Value:
 
 
 def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: str, like: Value) -> Value:
-    """Append an operation that updates a layer's part of the recurrent state `name`.
+    """Append an operation that updates a layer's slice of the recurrent state `name`.
 
-    Return the operation's first result, whose type is that of `like`. The second is the new state,
-    which replaces the old one in `step.states`.
+    kind: the type of the operation. operands: its inputs in addition to the state. The operation
+    has two results: the output of the layer, which is returned and has the type of `like`, and the
+    new state, which replaces the old one in `step.states`.
     """
     state = step.states[name]
     numbers = (step.start,) + ((step.length,) if step.length is not None else ())
@@ -83,35 +84,43 @@ def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: s
 
 
 def _index(step: Step, kind: str, name: str, layer: int, operands: Sequence[Value] = ()) -> int:
-    """Return the index of a layer of the model in dimension 0 of the recurrent state `name`."""
+    """Return the index of a layer's slice in the recurrent state `name`.
+
+    Only some layers have a slice; the others raise EmitError, which names the operation (its type
+    `kind` and its operands). layer: the layer's index in the model.
+    """
     record = step.records[name]
     if record.kind != "recurrent" or layer not in record.layers:
-        raise fail(kind, f"no recurrent state {name!r} for layer {layer}", (*operands, step.states[name]))
+        raise fail(
+            kind, f"no recurrent state {name!r} for layer {layer}; add it to the state's layers", (*operands, step.states[name])
+        )
     return record.layers.index(layer)
 
 
 def recurrent(step: Step, name: str, layer: int) -> Value:
-    """Return a layer's part of the state `name` before this call's tokens, [sequences, ...]."""
+    """Return a layer's recurrent state `name` before the tokens of this call, [sequences, ...]."""
     return of_layer(step.states[name], _index(step, "recurrent", name, layer), step.sequences)
 
 
 def carry(step: Step, name: str, layer: int, after: Value) -> None:
-    """Set a layer's part of the state `name` to the state after the last token that is not padding.
+    """Store a layer's recurrent state `name` after this call, for the next call.
 
-    after: the layer's state after each token of the call, [T, ...]. In a batch, row i is the new
-    state of sequence i, and the states of idle sequences do not change.
+    after: the layer's state after each of the T tokens, [T, ...]. If the tokens belong to one
+    sequence, the state after the last token that is not padding is stored. If they are a batch of
+    T sequences, the state of each sequence is stored, except for idle sequences.
     """
     state, before = step.states[name], recurrent(step, name, layer)
     if after.shape != (wanted := (step.tokens.shape[0], *state.shape[1:])):
-        raise fail("carry", f"state {name!r} after each token must have the shape {list(wanted)}", (after, state))
+        problem = f"state {name!r} after each token has the shape {list(after.shape)}; it must be {list(wanted)}"
+        raise fail("carry", problem, (after, state))
     last = where_active(step.start, after, before) if step.mode == "batch" else last_row(step, after)
     step.states[name] = with_layer(state, _index(step, "carry", name, layer), last)
 
 
 def of_layer(state: Value, layer: int, sequences: int) -> Value:
-    """Return the part [sequences, ...] of one layer of a state [sequences * layers, ...].
+    """Return the slice [sequences, ...] of one layer from a state [sequences * layers, ...].
 
-    layer: the layer's index among the layers of this state.
+    layer: the layer's index among the layers that have this state.
     """
     per, own = state.shape[0] // sequences, state.shape[1:]
     by_sequence = ops.reshape(state, (sequences, per, *own))
@@ -120,7 +129,10 @@ def of_layer(state: Value, layer: int, sequences: int) -> Value:
 
 
 def with_layer(state: Value, layer: int, after: Value) -> Value:
-    """Return `state` with one layer's part, as in `of_layer`, replaced by `after`."""
+    """Return `state` [sequences * layers, ...] with the slice of one layer replaced by `after`.
+
+    layer: the layer's index among the layers that have this state. after: [sequences, ...].
+    """
     sequences, own = after.shape[0], state.shape[1:]
     zero = ops.constant(0, I32, ())
     at = [zero, ops.constant(layer, I32, ()), *(zero for _ in own)]
@@ -130,7 +142,7 @@ def with_layer(state: Value, layer: int, after: Value) -> Value:
 
 
 def where_active(positions: Value, after: Value, before: Value) -> Value:
-    """Return `after` for sequences with a position of at least 0, and `before` for the others.
+    """Return `after` for active sequences, and `before` for idle ones, whose position is negative.
 
     positions: i32 [sequences]. after, before, and the result: [sequences, ...].
     """

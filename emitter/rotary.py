@@ -20,9 +20,9 @@ from castiron.emitter.types import EmitError, is_number, is_positive
 class Rotary:
     """The frequencies of a rotary embedding.
 
-    inv_freq: radians per position, f32 [rotary_dim / 2]. positions: the max sequence length for
-    which the frequencies are right; HF uses other frequencies for all tokens of a longer sequence.
-    attention_factor: a factor of cos and sin (YaRN, LongRoPE).
+    inv_freq: radians per position, f32 [rotary_dim / 2].
+    positions: the max sequence length. For longer sequences, some scalings have other frequencies.
+    attention_factor: the number by which cos and sin are multiplied (YaRN, LongRoPE).
     """
 
     inv_freq: np.ndarray
@@ -30,9 +30,10 @@ class Rotary:
     attention_factor: float = 1.0
 
     def table(self, positions: int, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return `function` (cos or sin) of position * frequency, f32 [positions, rotary_dim / 2].
+        """Return the table of `function` (cos or sin), f32 [positions, rotary_dim / 2].
 
-        The angle is rounded to f32, as in HF.
+        An entry is `function(position * frequency) * attention_factor`. The angle is rounded to
+        f32, as in HF.
         """
         angle = np.arange(positions, dtype=np.float32)[:, None] * self.inv_freq[None, :]
         return (function(angle.astype(np.float64)).astype(np.float32) * np.float32(self.attention_factor)).astype(np.float32)
@@ -164,10 +165,10 @@ def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotar
 
 
 def proportional(theta: float, dim: int, share: float, factor: float, positions: int) -> Rotary:
-    """Return Gemma 4's frequencies.
+    """Return the frequencies of Gemma 4's "proportional" rope, which rotates a part of each head.
 
-    The first frequencies are the default ones divided by `factor`; the others are zero. share: the
-    fraction of the frequencies that are not zero, from 0 to 1.
+    Of dim / 2 frequencies, the fraction `share` (0 to 1), from the first one on, is
+    theta ** (-2i / dim) / factor. The others are zero, so their features are not rotated.
     """
     _check_base(theta, dim)
     inv_freq = np.where(np.arange(dim // 2) < int(share * dim // 2), _base(theta, dim), np.float32(0))
@@ -213,9 +214,10 @@ def rotary(theta: float, rotary_dim: int, scaling: Mapping | None, max_positions
     if kind in WITH_ORIGINAL_LENGTH:
         scaling.setdefault(_ORIGINAL, max_positions)
     missing, unknown = needed - set(scaling), set(scaling) - needed - optional
-    if missing or unknown:
-        problem = f"lacks {', '.join(sorted(missing))}" if missing else f"has the unknown key {shorten_list(sorted(unknown))}"
-        raise EmitError(f"rope scaling {kind!r} {problem}")
+    if missing:
+        raise EmitError(f"rope scaling {kind!r} lacks {', '.join(sorted(missing))}; add it to the config")
+    if unknown:
+        raise EmitError(f"rope scaling {kind!r} has the unknown key {shorten_list(sorted(unknown))}; remove it from the config")
     with np.errstate(all="ignore"):
         found = build(float(theta), rotary_dim, scaling, max_positions)
     if not np.isfinite(found.inv_freq).all() or not is_positive(found.attention_factor):
@@ -230,6 +232,6 @@ def _check_base(theta: float, rotary_dim: int) -> None:
     if not is_positive(theta) or theta <= 1:
         raise EmitError(f"'rope_theta' is {shorten(theta)}; it must be a number above 1")
     if rotary_dim > _LONGEST:
-        raise EmitError(f"rotary_dim is {rotary_dim}; the max is {_LONGEST}")
+        raise EmitError(f"rotary_dim is {rotary_dim}; it must be at most {_LONGEST}")
     if rotary_dim < 1:
         raise EmitError("rotary_dim is 0; increase 'partial_rotary_factor'")

@@ -53,11 +53,12 @@ E4M3 = _e4m3_values()
 
 
 def unpack_fields(columns: np.ndarray, run: int, bits: int, left: int = 0) -> np.ndarray:
-    """Unpack bytes [n, b] to fields of `bits` bits, [n, b * 8 / bits], shifted left by `left` bits.
+    """Unpack bytes u8 [n, b] to numbers of `bits` bits each, u8 [n, b * 8 / bits].
 
-    For each `run` bytes, the lowest field of every byte comes first, then the next field of every
-    byte, and so on. With 4 bits and a run of 2, bytes 0x21, 0x43 become 1, 3, 2, 4. Arrays are in
-    column order.
+    From each `run` bytes, the numbers in the lowest bits come first, then those in the next bits,
+    and so on. For example, with 4 bits and a run of 2, the bytes 0x21, 0x43 become 1, 3, 2, 4.
+    left: by how many bits each number is shifted left. The result is in column-major (Fortran)
+    order, which is also the fastest order for `columns`.
     """
     runs = columns.T.reshape(-1, run, len(columns))
     fields = np.empty((len(runs), 8 // bits, run, len(columns)), np.uint8)
@@ -70,13 +71,16 @@ def unpack_fields(columns: np.ndarray, run: int, bits: int, left: int = 0) -> np
 
 
 def translated(numbers: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Return `table[numbers]`, where both have bytes; indexing in NumPy takes six times as long."""
+    """Return `table[numbers]`, six times as fast as NumPy's indexing.
+
+    numbers: u8 array. table: at most 256 values of one byte each.
+    """
     found = bytearray(np.ascontiguousarray(numbers.T)).translate(table.tobytes().ljust(256))
     return np.frombuffer(found, table.dtype).reshape(numbers.T.shape).T
 
 
 def signed(codes: np.ndarray, offset: int) -> np.ndarray:
-    """Return u8 `codes` minus `offset` as i8. The result has the memory of `codes`."""
+    """Subtract `offset` from u8 `codes` in place; return the same memory as an i8 array."""
     codes = codes.view(np.int8)
     if offset:
         codes -= np.int8(offset)
@@ -84,10 +88,11 @@ def signed(codes: np.ndarray, offset: int) -> np.ndarray:
 
 
 def splitter(bits: int, offset: int, scale: str, zeros: bool) -> Callable[[np.ndarray], Parts]:
-    """Return the function that unpacks blocks in the layout of `join` to `Parts`.
+    """Return a function that unpacks blocks, u8 [n, block_bytes], to codes, scales and zero points.
 
-    bits: size of a stored code. offset: number that is subtracted from a stored code. scale: type
-    of a block's scale, a key of SCALE_TYPES. zeros: whether a block has a zero point.
+    A block has a scale, then a zero point (i8) if `zeros` is true, then its codes.
+    bits: size of a stored code. offset: number that is subtracted from each stored code.
+    scale: type of the scale: "f32", "f16" or "bf16".
     """
     size = np.dtype(SCALE_TYPES[scale]).itemsize
 
@@ -103,10 +108,11 @@ def splitter(bits: int, offset: int, scale: str, zeros: bool) -> Callable[[np.nd
 
 
 def join(codec: Codec, codes: np.ndarray, d: np.ndarray, m: np.ndarray | None) -> np.ndarray:
-    """Pack d, m (if the codec has zero points) and codes into blocks, u8 [n, block_bytes].
+    """Pack scales, zero points and codes into blocks, u8 [n, block_bytes].
 
-    codes: stored codes u8 [n, block]. Codes of 4 bits are packed 32 at a time, the first 16 of them
-    in the low halves of 16 bytes. d, m: as in `Parts`. q4_0 and q8_0 have this layout, too.
+    d: the scale of each block, [n]. m: the zero point of each block, i8 [n], or None.
+    codes: stored codes, u8 [n, block]. Of every 32 codes of 4 bits, the first 16 become the low
+    halves of 16 bytes, and the others the high halves. q4_0 and q8_0 have this layout, too.
     """
     if codec.bits == 4:
         runs = codes.reshape(len(codes), -1, 2, 16)

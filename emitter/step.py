@@ -25,10 +25,12 @@ class Weight:
     transform: a function applied to the f32 values before they are stored; then the codec is f32.
     values: a function that computes the tensor, if it is not in the checkpoint.
     parts: the checkpoint tensors (name, shape) whose rows are stacked; default: the tensor `name`.
-    groups, rows: the stacked rows form `groups` equal groups. The weight has the rows from rows[0]
-        to rows[1] - 1 of each group, such as those of q in a fused projection.
-    apart: (heads, n). In the checkpoint, the first n rows of each head are interleaved pairs. The
-        bundle stores these rows as two halves, as `rope` expects.
+    groups, rows: select some of the stacked rows, such as those of q in a fused qkv projection. The
+        rows are divided into `groups` equal groups, and the weight has rows[0] to rows[1] - 1 of
+        each group. By default, it has all rows.
+    apart: (number of heads, n), to reorder the first n rows of each head for rotary embeddings. The
+        checkpoint has them in interleaved pairs. The bundle stores rows 0, 2, 4, ... of each head
+        before rows 1, 3, 5, ..., as `rope` expects.
     """
 
     name: str
@@ -71,9 +73,10 @@ class Weight:
 
 
 def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source:
-    """Return the recipe for a parameter that is computed from the checkpoint's `weights`.
+    """Return a `Source`, which computes a stored parameter from checkpoint tensors.
 
-    pack: gets the bytes of each weight, u8 [*shape[:-1], row_bytes]; returns the stored array.
+    weights: the weights that the parameter consists of. pack: gets the bytes of each weight,
+    u8 [*shape[:-1], row_bytes], and returns the array to store.
     """
 
     def pack_tensors(*tensors: np.ndarray) -> np.ndarray:
@@ -86,10 +89,10 @@ def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source
 class ModelModule(Module):
     """A module of layer operations before lowering.
 
-    codecs: maps the name of a checkpoint tensor to the codec in which the bundle stores it.
-    orders: maps the name of each weight with permuted columns to the name of the tensor that has
-        the permutation.
-    reordered: the weights in `orders` that a layer has read.
+    codecs: a function from the name of a checkpoint tensor to the codec in which it is stored.
+    orders: for weights whose columns are permuted, as in GPTQ's act-order: the weight's name, and
+        the name of the tensor that contains the permutation.
+    reordered: those weights of `orders` that a layer has read so far.
     weights: the tensors and tables that the module reads, by name.
     """
 
@@ -103,12 +106,12 @@ class ModelModule(Module):
         """Add the function `entry` to the module; yield the `Step` with its inputs and states.
 
         In the `with` block, the layers that get this `Step` append their operations to the
-        function. states: the states that the function updates. context: the max number of
-        positions.
+        function. states: the KV caches and recurrent states that the function updates. context:
+        the max number of tokens in a sequence.
         """
         for state in states:
             if problem := state.problem():
-                raise EmitError(f"state {state.name!r}: {problem}")
+                raise EmitError(f"invalid state {state.name!r}: {problem}; correct its fields")
         operands = entry.signature(states, 0).operands
         inputs = {t.name: Value(TensorType(t.shape, DTYPES[t.dtype]), t.name) for t in operands}
         function = Graph(entry.name, list(inputs.values()), entry=entry, states=tuple(states))
@@ -131,19 +134,21 @@ class ModelModule(Module):
 
 @dataclass(eq=False)
 class Step:
-    """The function being built: its inputs (tokens [T], their positions) and its states.
+    """The function that is being built: its inputs and its states (KV caches, recurrent states).
 
-    role: "decode", "prefill" or another key of `abi.ROLES`.
-    start: the first token's position, i32; in a batch the positions i32 [T] of T sequences,
-        negative for an idle sequence.
+    role: what the function does: "decode", "prefill" or another key of `abi.ROLES`.
+    tokens: token ids, i32 [T]: of one sequence, or in a batch one of each of T sequences.
+    start: the first token's position, i32; in a batch the position of each token, i32 [T], which
+        is negative for an idle sequence.
     length: how many tokens are not padding, i32; None if there is no padding.
-    states: the current value of each state, by name. Layer operations replace this value. In a
-        batch, dimension 0 has the layers of the first sequence, then those of the second, and so
-        on.
-    records: the `State` of each value in `states`, by name.
-    context: the max number of positions. hidden: the hidden states that `layers.lm_head` got.
-    reordered: values whose features were permuted for a weight (see `ModelModule.orders`). A key
-        is the original value and the name of the tensor that has the permutation.
+    states: the current value of each state, by name. Layer operations replace this value.
+        Dimension 0 is the layers; in a batch, it is the layers of the first sequence, then those
+        of the second, and so on.
+    records: the `State` (shape, kind, layers) of each value in `states`, by name.
+    context: the max number of tokens in a sequence.
+    hidden: the final hidden states, which were the input of the LM head.
+    reordered: a cache of values whose features were permuted to match a weight with permuted
+        columns. Key: (original value, name of the tensor that contains the permutation).
     """
 
     module: ModelModule
@@ -159,7 +164,7 @@ class Step:
 
     @property
     def mode(self) -> str:
-        """Return the role, but "prefill" for "embed" and "encode", which have the inputs of a prefill."""
+        """Return how layers treat the tokens: as `role`, but "embed" and "encode" as "prefill"."""
         return "prefill" if self.role in ("embed", "encode") else self.role
 
     @property
@@ -170,7 +175,7 @@ class Step:
     def cache_of(self, layer: int) -> tuple[tuple[str, str], int]:
         """Return ((name of the key state, name of the value state), index) of a layer's KV cache.
 
-        index: where the layer is in dimension 0 of both states.
+        index: the layer's index in dimension 0 of both states.
         """
         keys, values = (s for s in self.records.values() if layer in s.layers and s.kind != "recurrent")
         return (keys.name, values.name), keys.layers.index(layer)

@@ -30,7 +30,8 @@ def is_positive(value: object) -> bool:
 class DType:
     """An element type: StableHLO name, number of bits, and NumPy dtype.
 
-    kind: "float", "int" or "bool". numpy: for bf16 it is uint16, for the bits of a number.
+    kind: "float", "int" or "bool". numpy: the dtype of arrays; NumPy has no bf16, so arrays of
+    bf16 are uint16, with the bits of each number.
     """
 
     name: str

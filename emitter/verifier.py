@@ -36,10 +36,10 @@ def _check_function(module: Module, function: Graph, table: Table, read: set[str
 
     def define(value, op) -> None:
         if value in defined:
-            raise wrong(op, f"the value {value.name or value.type} is defined twice")
+            raise wrong(op, f"the value {value.name or value.type} is defined twice; define it once")
         # Looked up in the table, so that an unknown type such as f64 is an error.
         if not isinstance(value.type, TensorType) or DTYPES.get(value.type.dtype.name) is not value.type.dtype:
-            raise wrong(op, f"{value.type} has an unknown element type")
+            raise wrong(op, f"{value.type} has an unknown element type; use one of {', '.join(DTYPES)}")
         defined.add(value)
 
     names = [v.name for v in function.inputs]
@@ -56,7 +56,9 @@ def _check_function(module: Module, function: Graph, table: Table, read: set[str
     for op in function.ops:
         for index, operand in enumerate(op.operands):
             if operand not in defined:
-                raise wrong(op, f"operand {index} ({operand.type}) is no input or earlier result of this function")
+                raise wrong(
+                    op, f"operand {index} ({operand.type}) is no input or earlier result of this function; define it first"
+                )
             used.add(operand)
         for result in op.results:
             define(result, op)
@@ -70,7 +72,7 @@ def _check_function(module: Module, function: Graph, table: Table, read: set[str
         if op.kind == "parameter":
             param = module.params.get(op.attrs["name"])
             if param is None:
-                raise wrong(op, f"parameter {op.attrs['name']!r} is not declared")
+                raise wrong(op, f"parameter {op.attrs['name']!r} is not declared; declare it")
             if param.type != op.results[0].type:
                 raise wrong(op, f"parameter {param.name!r} is declared as {param.type}, not {op.results[0].type}")
             read.add(param.name)
@@ -86,7 +88,7 @@ def _check_function(module: Module, function: Graph, table: Table, read: set[str
     for value in function.inputs:
         # A role fixes the inputs of a model's function; a recurrent model may not use the position.
         if value not in used and not function.entry:
-            raise wrong(None, f"input {value.name!r} is never used")
+            raise wrong(None, f"input {value.name!r} is never used; remove it")
     for index, value in function.storage.items():
         known = value in function.inputs and 0 <= index < len(function.outputs)
         if not known or value.type != function.outputs[index].type:

@@ -1,4 +1,4 @@
-"""What a request requires of its answer: a format, such as a JSON schema, and function calls."""
+"""What a request permits in its answer: a format, such as a JSON schema, and function calls."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ANY_OBJECT = {"type": "object"}
 class AnswerFormat:
     """The format that an answer must have.
 
-    param: field of the request that sets the format. kind: "json_schema", "regex" or another
-    argument of `Tokenizer.grammar`. value: the schema, expression or grammar.
+    param: field of the request that sets the format. kind: "json_schema", "regex", "grammar" or
+    "tools" (function calls). value: the schema, regular expression or grammar.
     """
 
     param: str
@@ -65,17 +65,21 @@ def _given(prefix: str, **values: Any) -> Iterator[AnswerFormat]:
 
 def _response_format(form: ResponseFormat) -> Iterator[AnswerFormat]:
     if (form.json_schema is None) == (form.type == "json_schema") and form.schema_ is None:
+        param = "response_format.json_schema"
         if form.type == "json_schema":
-            message = "response_format.json_schema is missing; give it, because the type is json_schema"
-        else:
-            message = f"response_format.json_schema needs the type json_schema, but the type is {form.type}; change one of them"
-        raise invalid("response_format.json_schema", message)
+            raise invalid(param, "response_format.json_schema is missing; give it, because the type is json_schema")
+        raise invalid(
+            param, f"response_format.json_schema needs the type json_schema, but the type is {form.type}; change one of them"
+        )
     if form.schema_ is not None and form.json_schema is not None:
-        message = "response_format.schema and response_format.json_schema each give a schema; leave one out"
-        raise invalid("response_format.schema", message)
+        raise invalid(
+            "response_format.schema", "response_format.schema and response_format.json_schema each give a schema; leave one out"
+        )
     if form.schema_ is not None and form.type == "text":
-        message = "response_format.schema needs the type json_schema, but the type is text; change one of them"
-        raise invalid("response_format.schema", message)
+        raise invalid(
+            "response_format.schema",
+            "response_format.schema needs the type json_schema, but the type is text; change one of them",
+        )
     if form.type != "text":
         schema = form.json_schema.schema_ if form.json_schema else ANY_OBJECT if form.schema_ is None else form.schema_
         yield AnswerFormat("response_format", "json_schema", schema)
@@ -118,14 +122,14 @@ class CallableTools:
     forced: Mapping[str, Any]
 
     def answer_format(self, form: AnswerFormat | None) -> AnswerFormat | None:
-        """Return the format of an answer that may or must call these functions.
+        """Return the format of an answer in which function calls are optional or required.
 
-        `form`: format of an answer without calls, None for free text. Raises ApiError 400 if this
-        format cannot be combined with calls.
+        `form`: the format that the request sets for text, None for free text. Raises ApiError 400
+        if this format cannot be combined with function calls.
         """
         tools, forced = self.tools, self.forced
         if forced and form and form.schema is None:
-            raise invalid("tool_choice", f"tool_choice requires a call, but {form.param} a text answer; give one of them")
+            raise invalid("tool_choice", f"tool_choice requires a call, but {form.param} a text answer; leave one of them out")
         # The grammar of an answer in harmony format (gpt-oss) begins with the final channel, after any tool calls.
         if forced or form and form.schema is not None and tools.form.style != "harmony":
             # If the answer must consist of tool calls, it has no text, so response_format does not apply.
@@ -136,7 +140,10 @@ class CallableTools:
         return form
 
     def _schemas_of_optional_calls(self) -> dict[str, Any]:
-        """Return the JSON schemas that arguments of optional calls must match, by function name."""
+        """Return {function name: JSON schema that the arguments must match} for optional calls.
+
+        The dict is empty if no function has arguments that must match a schema.
+        """
         strict, form = {tool.function.name for tool in self.shown if tool.function.strict}, self.tools.form
         if not strict or not form.triggers:
             return {}
@@ -178,4 +185,4 @@ def _named(tools: list[Tool], name: str) -> Tool:
     for tool in tools:
         if tool.function.name == name:
             return tool
-    raise invalid("tool_choice", f"tool_choice names {name!r:.80}, but tools has no such function")
+    raise invalid("tool_choice", f"tool_choice names {name!r:.80}, but tools has no such function; name one of tools")

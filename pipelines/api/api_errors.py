@@ -86,12 +86,12 @@ def is_ollama(path: str) -> bool:
 
 
 def invalid(param: str | None, message: str) -> ApiError:
-    """Return an ApiError 400 for the field `param`, whose value is invalid."""
+    """Return an ApiError 400 about the field `param` of a request, whose value is invalid."""
     return ApiError(400, message, param, "invalid_value")
 
 
 def unsupported(param: str, reason: str) -> ApiError:
-    """Return an ApiError 400 for the field `param`, which this server does not support."""
+    """Return an ApiError 400 about the field `param` of a request, which is not supported."""
     return ApiError(400, f"{param}: {reason}", param, "unsupported_parameter")
 
 
@@ -113,7 +113,11 @@ FAILURES: dict[type[PipelineError], tuple[int, str]] = {
 
 
 def api_error(error: PipelineError) -> ApiError:
-    """Convert a PipelineError to an ApiError with the status of its class in `FAILURES`, or 400."""
+    """Convert a PipelineError to an ApiError.
+
+    Its HTTP status is 503 if the queue is full or the server shuts down, 500 if the model failed,
+    and otherwise 400.
+    """
     status, code = FAILURES.get(type(error), (400, None))
     return ApiError(status, str(error), code=code)
 

@@ -169,7 +169,7 @@ class Job:
 
     @property
     def usage(self) -> dict:
-        """OpenAI's `usage` object so far; prompt tokens count once, even for several choices."""
+        """OpenAI's `usage` object: token counts so far. A prompt of several choices counts once."""
         # Use the first request of each prompt: later ones count the prompt as cached.
         prompts = dict(reversed(list(zip(self.prompts, self.requests)))).values()
         prompt, generated = sum(len(r.prompt) for r in prompts), sum(len(r.tokens) for r in self.requests)

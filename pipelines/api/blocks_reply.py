@@ -43,10 +43,11 @@ class Block:
 
 
 class BlocksReply(Reply):
-    """A builder of an answer that consists of blocks; a stream opens, fills and closes each block.
+    """A builder of an answer that consists of blocks: reasoning, text and function calls.
 
-    answer: the answer as JSON, complete after `finish`. blocks: the blocks so far. end: the event
-    with which the engine ended the request; None while the request runs.
+    In a stream, events begin a block (`open`), add text to it (`fill`) and end it (`close`).
+    answer: the answer as JSON, complete after `finish`. blocks: the blocks so far. end: the
+    engine's last event, with the reason why generation ended; None while the request runs.
     """
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool = False):

@@ -46,8 +46,11 @@ class ByteShare:
         limit, own = self.limit, self.limit.clients[self.client]
         for whose, used, limit_bytes in (("this client", own, limit.per_client), ("all clients", limit.used, limit.total)):
             if used + count > limit_bytes:
-                message = f"{limit.content} of requests in flight exceed {limit_bytes} bytes for {whose}; retry later"
-                raise ApiError(429, message, code="too_many_bytes")
+                raise ApiError(
+                    429,
+                    f"{limit.content} of requests in flight exceed {limit_bytes} bytes for {whose}; retry later",
+                    code="too_many_bytes",
+                )
         limit.used += count
         limit.clients[self.client] += count
         self.count += count
@@ -86,10 +89,12 @@ def reserve_answer(
     count = sum(n * (TOKEN_BYTES + TOP_BYTES * each) for n, each in ((tokens, top), (prompt, prompt_top)) if each is not None)
     count += grammar.nbytes if grammar else 0
     if share.count + count > share.limit.per_client:
-        message = (
+        raise ApiError(
+            400,
             f"{share.limit.content} of this request need {megabytes(share.count + count)} or more; the limit is "
-            f"{megabytes(share.limit.per_client)} for a client; use a smaller max_tokens, n, top_logprobs or grammar"
+            f"{megabytes(share.limit.per_client)} for a client; use a smaller max_tokens, n, top_logprobs or grammar",
+            "max_tokens",
+            "too_many_bytes",
         )
-        raise ApiError(400, message, "max_tokens", "too_many_bytes")
     if count:
         share.take(count)

@@ -73,10 +73,10 @@ class Message(BaseModel):
 
 
 def _with_object(call: Any) -> Any:
-    """Return a tool call with its arguments parsed from JSON text to an object.
+    """Return a tool call for chat templates: its arguments are an object instead of JSON text.
 
-    The input of a custom tool becomes the argument `input`. If the arguments are not the JSON text
-    of an object, the call is returned unchanged.
+    A call to a custom tool becomes a function call with the argument `input`. A call whose
+    arguments are not the JSON text of an object is returned unchanged.
     """
     if isinstance(call, dict) and isinstance(custom := call.get("custom"), dict):
         function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
@@ -139,7 +139,7 @@ class Tool(Body):
     function: Function
 
     def plain(self) -> dict:
-        """Return the tool for chat templates."""
+        """Return the tool as JSON for chat templates, with defaults for keys that were left out."""
         function = {"name": self.function.name, "description": self.function.description or "",
                     "parameters": self.function.parameters or {"type": "object", "properties": {}}}  # fmt: skip
         return {"type": "function", "function": function}

@@ -54,7 +54,10 @@ class EmbeddingsEngine:
         return self._in_flight.total()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Do nothing, because the thread starts with the first text."""
+        """Do nothing, because the thread starts with the first text.
+
+        The server calls `start` on every engine; `AsyncEngine` starts its thread here.
+        """
 
     def drain(self) -> None:
         self._draining = True
@@ -118,10 +121,13 @@ class EmbeddingsApi(ModelApi):
 
     async def embeddings(self, body: EmbeddingsRequest) -> EmbeddingsJob:
         """Tokenize the texts of a request and return the job that computes their embeddings."""
-        try:
-            self.embedder.check_vectors()
-        except PipelineError as error:
-            raise ApiError(400, f"{error}, at /v1/rerank", "model", "model_not_supported") from None
+        if self.embedder.facts.relevance:
+            raise ApiError(
+                400,
+                f"{self.embedder.name} is a reranking model and cannot embed text; rerank texts with it, at /v1/rerank",
+                "model",
+                "model_not_supported",
+            )
         with _field("dimensions"):
             self.embedder.check_dimensions(body.dimensions)
         with _field("prompt_name"):
@@ -158,8 +164,10 @@ class EmbeddingsApi(ModelApi):
         """Tokenize the pairs of texts and return the job that computes their relevance."""
         queries, documents = ([given] if isinstance(given, str) else given for given in (body.text_1, body.text_2))
         if len(queries) not in (1, len(documents)):
-            message = f"text_1 has {len(queries)} texts and text_2 has {len(documents)}; give one text_1, or as many as text_2"
-            raise invalid("text_1", message)
+            raise invalid(
+                "text_1",
+                f"text_1 has {len(queries)} texts and text_2 has {len(documents)}; give one text_1, or as many as text_2",
+            )
         pairs = [(query, [document]) for query, document in zip(queries, documents)]
         tokens, relevance = await self._relevance([(queries[0], documents)] if len(queries) == 1 else pairs)
 
@@ -173,10 +181,10 @@ class EmbeddingsApi(ModelApi):
     async def _relevance(
         self, groups: Sequence[tuple[str, Sequence[str]]]
     ) -> tuple[list[Tokens], Callable[[], Awaitable[np.ndarray]]]:
-        """Return the tokenized inputs, and a function that computes the relevance of all documents.
+        """Tokenize queries with their documents; return the tokens and a function to score them.
 
-        groups: pairs of a query and its documents. The function returns f64 [documents], in the
-        order of the documents in `groups`.
+        groups: (query, its documents) of each query. The function returns the relevance of each
+        document to its query, f64 [number of documents of all groups], in the order of `groups`.
         """
         inputs = await run_in_thread(lambda: [self.embedder.relevance_inputs(*group) for group in groups])
         tokens = list(chain.from_iterable(inputs))
@@ -195,8 +203,12 @@ class EmbeddingsApi(ModelApi):
         with _field("input", f"{name}: "):
             found = self.embedder.tokens(text, prompt)
         if found.cut and not body.truncate:
-            message = f"{name} has more than {limit} tokens, the limit of this model; shorten it, or set truncate to true"
-            raise ApiError(400, message, "input", "context_length_exceeded")
+            raise ApiError(
+                400,
+                f"{name} has more than {limit} tokens, the limit of this model; shorten it, or set truncate to true",
+                "input",
+                "context_length_exceeded",
+            )
         return found
 
     def _answer(self, tokens: Sequence[Tokens], vectors: Sequence[np.ndarray], as_base64: bool) -> dict:

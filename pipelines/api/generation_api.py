@@ -9,7 +9,7 @@ from typing import Any, get_args
 from weakref import WeakValueDictionary
 
 from castiron.pipelines.api.answer_format import AnswerFormat, CallableTools, callable_tools, requested_format
-from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
+from castiron.pipelines.api.api_errors import invalid, unsupported
 from castiron.pipelines.api.async_engine import AsyncEngine, Job
 from castiron.pipelines.api.byte_limit import CLIENT, answer_limit, reserve_answer
 from castiron.pipelines.api.chat_records import FreeformTool
@@ -61,8 +61,10 @@ class GenerationApi(ModelApi):
         if body.limit == 0:
             raise invalid("max_tokens", "max_tokens is 0; give at least 1, or -1 for no limit")
         if called and body.reasoning_budget is not None and called.tools.form.style == "harmony":
-            message = "a budget of reasoning is not supported with tools for this model; leave one of them out"
-            raise invalid("thinking_token_budget", message)
+            raise invalid(
+                "thinking_token_budget",
+                "a budget of reasoning is not supported with tools for this model; leave one of them out",
+            )
         if body.top_logprobs and not body.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true; set it, or leave top_logprobs out")
         top = (body.top_logprobs or 0) if body.logprobs else None
@@ -89,8 +91,10 @@ class GenerationApi(ModelApi):
             variables["tools"] = [tool.plain() for tool in called.shown]
         if body.add_generation_prompt is not None:
             if body.add_generation_prompt and continue_last:
-                message = "add_generation_prompt starts a new answer, but this request continues the last message; leave it out"
-                raise invalid("add_generation_prompt", message)
+                raise invalid(
+                    "add_generation_prompt",
+                    "add_generation_prompt starts a new answer, but this request continues the last message; leave it out",
+                )
             variables["add_generation_prompt"] = body.add_generation_prompt
         return self._truncated(body, await self.render(body.messages, variables, continue_last=continue_last))
 
@@ -102,7 +106,7 @@ class GenerationApi(ModelApi):
         limit = COMPLETION_TOKENS if body.limit is None else body.limit
         prompts = [await self._prompt_ids(part, body, fim) for part in parts]
         if body.best_of not in (None, body.n or 1):
-            raise unsupported("best_of", "only the value of n is supported; leave it out")
+            raise unsupported("best_of", "a value other than n is not supported; leave it out")
         if limit == 0 and not body.echo:
             raise invalid("max_tokens", "max_tokens is 0, which needs echo to be true; set it, or give at least 1")
         if fim and body.echo:
@@ -127,17 +131,21 @@ class GenerationApi(ModelApi):
         return fim_of(self.tokenizer)
 
     async def fim(self, param: str) -> Fim:
-        """Return the builder of the model's fill-in-the-middle (FIM) prompts.
+        """Return the builder of this model's fill-in-the-middle (FIM) prompts.
 
-        Raises ApiError 400 for the field `param` if the model has no such prompts.
+        Raises ApiError 400 if the model does not support FIM. `param`: the field that requires FIM,
+        for the error.
         """
         try:
             return await run_in_thread(lambda: self._fim)
         except PipelineError as error:
-            raise unsupported(param, str(error)) from None
+            raise unsupported(param, f"fill-in-the-middle is not supported: {error}") from None
 
     async def _prompt_ids(self, prompt: str | list[int], body: CompletionRequest, fim: Fim | None) -> list[int]:
-        """Return the ids of a prompt; if `fim` is given, `prompt` is the prefix of a FIM prompt."""
+        """Return the token ids of a prompt.
+
+        `fim`: if given, builds a fill-in-the-middle prompt from `prompt` and the request's suffix.
+        """
         ids: Any = prompt
         if isinstance(prompt, str):
             suffix = body.suffix or ""
@@ -164,10 +172,10 @@ class GenerationApi(ModelApi):
         return prompt[:count] if body.truncation_side == "right" else prompt[len(prompt) - count :]
 
     async def grammar(self, form: AnswerFormat | None, compact: bool = False) -> Grammar | None:
-        """Compile the grammar of an answer in the format `form`; return None for free text.
+        """Compile the grammar of answers in the format `form`; return None for free text.
 
-        `compact`: whether JSON in the answer has no spaces. Raises ApiError 400 for an invalid
-        grammar.
+        `compact`: whether the grammar allows no spaces between the elements of JSON. Raises
+        ApiError 400 for an invalid schema or grammar.
         """
         if not form:
             return None
@@ -176,7 +184,7 @@ class GenerationApi(ModelApi):
             try:
                 return await grammars.compile_async(**{form.kind: form.value}, compact_json=compact)
             except GrammarError as error:
-                raise ApiError(400, str(error), form.param, "unsupported_parameter") from None
+                raise unsupported(form.param, f"the format of the answer is not supported: {error}") from None
 
     async def template_args(self, body: ChatRequest) -> dict[str, Any]:
         """Return the variables that the request passes to the chat template.
@@ -187,7 +195,7 @@ class GenerationApi(ModelApi):
         try:
             check_variables(self.tokenizer.chat_template, given)
         except PipelineError as error:
-            raise unsupported(name, str(error)) from None
+            raise unsupported(name, f"unknown variable: {error}") from None
         if (thinking := body.thinking and body.thinking.type) and thinking != "adaptive":
             given = dict.fromkeys(SWITCHES & self.variables, thinking == "enabled") | given
         effort, name = body.reasoning_effort, "reasoning_effort"
@@ -225,13 +233,16 @@ class GenerationApi(ModelApi):
         """Queue an engine request for every choice and return the job.
 
         Args:
-            param: field that holds the prompts, for error messages.
-            top: top_logprobs of generated tokens, None without log-probabilities.
-            max_tokens: max tokens of an answer, None for as many as fit in the context.
-            prompt_logprobs: top_logprobs of prompt tokens, None without log-probabilities.
-            stop_tokens: end tokens in addition to the model's; not used if the request has
-                ignore_eos.
-            options: other options of `text_request`; they override options that `body` sets.
+            prompts: token ids of each prompt; each is answered with body.n choices.
+            param: field of the prompts in the request, for error messages.
+            top: number of top_logprobs of each generated token, None without log-probabilities.
+            max_tokens: max tokens of a choice, None for no limit but the context.
+            prompt_logprobs: number of top_logprobs of each token of a prompt, None without
+                log-probabilities.
+            stop_tokens: token ids that end a choice, in addition to the model's own; not used if
+                the request has ignore_eos.
+            options: more keyword arguments of `text_request`, which creates each engine request;
+                they override options that `body` sets.
         """
         if isinstance(reply, ChoicesReply):
             stream_options = body.stream_options or StreamOptions()
@@ -271,8 +282,10 @@ class GenerationApi(ModelApi):
             for index, prompt in enumerate(prompts):
                 free = self._free_positions(prompt, None, param)
                 if max_tokens is not None and min_tokens > max_tokens:
-                    message = f"min_tokens is {min_tokens}, but the answer has at most {max_tokens} tokens; use a smaller one"
-                    raise invalid("min_tokens", message)
+                    raise invalid(
+                        "min_tokens",
+                        f"min_tokens is {min_tokens}, but the answer has at most {max_tokens} tokens; use a smaller one",
+                    )
                 for choice in range(body.n or 1):
                     longest = free if max_tokens is None else min(max_tokens, free)
                     reserve_answer(job.share, longest, top, len(prompt), prompt_logprobs, grammar)
@@ -297,12 +310,16 @@ class GenerationApi(ModelApi):
         return found
 
     def _token_sequences(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each word twice: without and with a space before the word."""
+        """Return the token ids of each bad word twice: without and with a space before it."""
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
         return [ids for text in texts if (ids := self.tokenizer.encode(text, add_special_tokens=False))]
 
     def _free_positions(self, prompt: list[int], limit: int | None, param: str) -> int:
-        """Return how many tokens can follow `prompt`; ApiError 400 if less than `limit` or 1."""
+        """Return how many more tokens fit in the context after `prompt`.
+
+        Raises ApiError 400 if no token fits, or fewer than `limit`, the tokens that the request
+        asks for. `param`: field of the prompt, for the error.
+        """
         if not prompt:
             raise invalid(param, "the prompt has no tokens; give at least one")
         free = free_positions(self.context, len(prompt))
@@ -314,7 +331,10 @@ class GenerationApi(ModelApi):
         return free
 
     def sampling_of(self, body: CompletionFields, choice: int = 0) -> Sampling:
-        """Return the sampling options of choice number `choice`, without logit_bias."""
+        """Return the sampling options of one choice, except logit_bias.
+
+        `choice`: index of the choice, from which its seed follows if the request has a seed.
+        """
         names = ("temperature", "temperature_schedule", "top_p", "min_p", "repeat_penalty")
         options = [("repeat_penalty", body.repetition_penalty), *((name, getattr(body, name)) for name in names)]
         given = {name: value for name, value in options if value is not None}

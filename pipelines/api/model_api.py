@@ -1,4 +1,4 @@
-"""`ModelApi`: what the endpoints for tokenizer and chat template do, for any model."""
+"""`ModelApi`: the endpoints that all models have, such as those of the tokenizer."""
 
 from __future__ import annotations
 
@@ -89,17 +89,25 @@ class ModelApi:
         return frozenset(variables_of(self.tokenizer.chat_template or ""))
 
     async def _cannot_generate(self, *_: Any, **__: Any) -> Any:
-        message = f"{self.names[0]} is an embedding model and cannot generate text; use {self.endpoint}"
-        raise ApiError(400, message, "model", "model_not_supported")
+        raise ApiError(
+            400,
+            f"{self.names[0]} is an embedding model and cannot generate text; use {self.endpoint}",
+            "model",
+            "model_not_supported",
+        )
 
     chat = count = complete = _cannot_generate
 
     async def embeddings(self, body: EmbeddingsRequest) -> Any:
-        message = f"{self.names[0]} is not an embedding model; serve one, or use another endpoint"
-        raise ApiError(400, message, "model", "model_not_supported")
+        raise ApiError(
+            400,
+            f"{self.names[0]} is not an embedding model; serve one, or use another endpoint",
+            "model",
+            "model_not_supported",
+        )
 
     async def _cannot_rank(self, _: Any) -> Any:
-        raise ApiError(400, f"{self.names[0]} {NO_RERANKER}", "model", "model_not_supported")
+        raise ApiError(400, f"{self.names[0]} cannot rank documents: it {NO_RERANKER}", "model", "model_not_supported")
 
     rerank = score = _cannot_rank
 
@@ -115,8 +123,7 @@ class ModelApi:
             return await self.render(body.messages)
         ((name, text),) = given.items()
         if len(text) > MAX_TOKENIZE_CHARACTERS:
-            message = f"{name} has {len(text)} characters; the limit is {MAX_TOKENIZE_CHARACTERS}: send it in parts"
-            raise invalid(name, message)
+            raise invalid(name, f"{name} has {len(text)} characters; the limit is {MAX_TOKENIZE_CHARACTERS}: send it in parts")
         # By default, llama.cpp adds no special tokens (field content) and vLLM adds them (field prompt).
         if name == "prompt" if special is None else special:
             return await run_in_thread(self.tokenizer.encode, text)
@@ -192,8 +199,9 @@ class ModelApi:
 
     def too_long(self, param: str, reason: str) -> ApiError:
         """Return an ApiError 400 for the field `param`, whose value is too long for the context."""
-        message = f"this model's maximum context length is {self.context} tokens; {reason}"
-        return ApiError(400, message, param, "context_length_exceeded")
+        return ApiError(
+            400, f"this model's maximum context length is {self.context} tokens; {reason}", param, "context_length_exceeded"
+        )
 
     def check_ids(self, tokens: list[int], param: str) -> None:
         """Raise ApiError 400 for the field `param` if a token id is not in the vocabulary."""
@@ -235,8 +243,10 @@ def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]],
                     f"messages.{index}.role", f"this model's chat template ignores messages of role {role!r}; leave them out"
                 )
             if is_ignored or len(seen) > MAX_FIELDS:
-                message = f"this model's chat template ignores the field {name[:40]!r} of messages; leave it out"
-                raise unsupported(f"messages.{index}.{name[:40]}", message)
+                raise unsupported(
+                    f"messages.{index}.{name[:40]}",
+                    f"this model's chat template ignores the field {name[:40]!r} of messages; leave it out",
+                )
 
 
 def with_system_first(render: Render, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -265,8 +275,9 @@ def default_sampling(manifest: Manifest, limits: Limits) -> Sampling:
 
 
 def unknown_model(name: str | None, known: Iterable[str]) -> ApiError:
-    message = f"the model {name!r:.80} does not exist; this server has {', '.join(map(repr, known))}"
-    return ApiError(404, message, "model", "model_not_found")
+    return ApiError(
+        404, f"the model {name!r:.80} does not exist; this server has {', '.join(map(repr, known))}", "model", "model_not_found"
+    )
 
 
 async def run_in_thread(function: Callable, *arguments):

@@ -19,7 +19,11 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
 
 def _finish_fields(end: Finished | None, call_reason: str | None = None) -> dict:
-    """Return the JSON fields that report how a choice ended."""
+    """Return `finish_reason` and `stop_reason` of a choice as JSON fields.
+
+    end: how generation ended, None if it has not. call_reason: the finish_reason of a choice with
+    tool calls, in place of "stop".
+    """
     reason = end and FINISH_REASONS[end.reason]
     found = {"finish_reason": call_reason if call_reason and reason == "stop" else reason}
     return found | {"stop_reason": "repetition"} if end and end.repeated else found
@@ -217,10 +221,11 @@ class ChatReply(ChoicesReply):
         return {"id": _call_id(), "type": "function", "function": call}
 
     def _calls_to_send(self, index: int, parts: list[CallPart], is_end: bool) -> list[CallPart]:
-        """Return the parts of calls to send in a stream; for a custom tool, parts of its input.
+        """Return the pieces of tool calls to send in the next event of a stream.
 
-        parts: parts of calls, whose arguments are pieces of JSON text. is_end: whether choice
-        number `index` ends here; then the rest of each input is added.
+        parts: new pieces of calls, which the model writes as JSON text. They are sent unchanged,
+        except for a custom tool: its arguments are {"input": ...}, and only the input is sent.
+        is_end: whether choice number `index` ends here, so that no input may be left unsent.
         """
         found = []
         for part in parts:

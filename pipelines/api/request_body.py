@@ -29,7 +29,7 @@ class Unsupported:
         # 1 and 1.0 are the same number in JSON, but 0 and False differ.
         if any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in self.values):
             return value
-        raise PydanticCustomError(self.code, "is not supported by this server; leave it out")
+        raise PydanticCustomError(self.code, "this field is not supported by this server; leave it out")
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._check, handler(source))
@@ -77,9 +77,10 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, value: Any, info: ValidationInfo) -> Any:
-        """Return the object without null fields and without unknown fields.
+        """Remove null and unknown fields from the JSON object `value` before Pydantic validates it.
 
-        Without a validation context, the first unknown field stays, so that Pydantic reports it.
+        If the validation context is a set, it gets the names of the unknown fields. If it is None,
+        unknown fields are an error: the first one is not removed, so that Pydantic reports it.
         """
         if not isinstance(value, dict):
             return value
@@ -92,7 +93,7 @@ class Body(BaseModel):
         if info.context is not None and cls.model_config["extra"] == "forbid":
             if len(unknown) > MAX_UNKNOWN:
                 limits = {"count": len(unknown), "limit": MAX_UNKNOWN}
-                raise PydanticCustomError("too_many", "has {count} unknown fields; send at most {limit}", limits)
+                raise PydanticCustomError("too_many", "the object has {count} unknown fields; send at most {limit}", limits)
             info.context.update(unknown)
             reported = []
         return {name: each for name, each in given.items() if name in known or name in reported}
@@ -198,9 +199,9 @@ def parse_record(record: type[Model], value: Any, ignored: set[str] | None = Non
             param = ".".join(parts[: depth + 1])
             raise invalid(param, f"{param} must be {expected[part]}")
     if kind == "extra_forbidden":
-        raise ApiError(400, f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")
+        raise ApiError(400, f"Unrecognized request argument supplied: {param}; leave it out", param, "unknown_parameter")
     if "unsupported" in kind:
-        raise ApiError(400, f"{param} {error['msg']}", param, kind)
+        raise ApiError(400, f"{param} is not supported by this server; leave it out", param, kind)
     name = param or "the body"
     if kind in ("dict_type", "model_type"):
         raise invalid(param, f"{name} must be a JSON object")
@@ -213,9 +214,10 @@ def parse_record(record: type[Model], value: Any, ignored: set[str] | None = Non
 
 @contextmanager
 def fields_renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the field in an ApiError that is raised in the `with` block.
+    """Replace field names of OpenAI's chat API in an ApiError that the `with` block raises.
 
-    names: {field of OpenAI's chat request: field of the API that the client uses}.
+    Requests of other APIs are converted to chat requests, but errors must name the client's fields.
+    names: {field of a chat request: field of the client's API}.
     """
     try:
         yield

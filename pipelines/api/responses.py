@@ -100,8 +100,7 @@ class ResponseStore:
     def body(self, owner: bytes, name: str) -> bytes:
         """Return a response as JSON; raise ApiError 404 if it is not stored."""
         if (found := self.get(owner, name)) is None:
-            message = f"no such response: {name!r:.80}; the server may have deleted it"
-            raise ApiError(404, message, code="response_not_found")
+            raise ApiError(404, f"no such response: {name!r:.80}; the server may have deleted it", code="response_not_found")
         return found.body
 
     def delete(self, owner: bytes, name: str) -> None:
@@ -135,12 +134,20 @@ async def count_response_tokens(api: ModelApi, body: InputTokensRequest, store: 
 
 
 async def _chat(body: InputTokensRequest, store: ResponseStore, owner: bytes) -> tuple[ChatRequest, list[Message]]:
-    """Return the chat request for `body`, and the conversation's messages without instructions."""
+    """Convert `body` to a chat request; return it and the messages to store with the response.
+
+    The messages are the complete conversation, with that of the previous response, but without
+    instructions. owner: API key of the client.
+    """
     before: Sequence[Message] = ()
     if (name := body.previous_response_id) is not None:
         if (found := store.get(owner, name)) is None:
-            message = f"no such response: {name!r:.80}; send the complete conversation"
-            raise ApiError(400, message, "previous_response_id", "previous_response_not_found")
+            raise ApiError(
+                400,
+                f"no such response: {name!r:.80}; send the complete conversation",
+                "previous_response_id",
+                "previous_response_not_found",
+            )
         before = found.messages
     items = body.items(lambda name: store.item(owner, name))
 
@@ -162,8 +169,8 @@ class ResponsesReply(BlocksReply):
     ):  # fmt: skip
         """Build the response to `body`.
 
-        sampling: sampling options that the response states. put: stores the complete response, a
-        JSON object; None for a response that is not stored.
+        sampling: the options, such as temperature, that the response reports. put: stores the
+        complete response, a JSON object; None for a response that is not stored.
         """
         super().__init__(model, token_bytes, body.logprobs)
         self.put, self.names = put, names_in_namespaces(body.tools or ())

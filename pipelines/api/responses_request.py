@@ -284,8 +284,8 @@ def chat_request(body: InputTokensRequest, before: Sequence[Message], messages: 
         given["response_format"] = {"type": form.type}
         if form.type == "json_schema":
             if form.schema_ is None:
-                message = "you must provide text.format.schema"
-                raise ApiError(400, message, "text.format.schema", "missing_required_parameter")
+                param = "text.format.schema"
+                raise ApiError(400, "you must provide text.format.schema", param, "missing_required_parameter")
             given["response_format"]["json_schema"] = {"schema": form.schema_}
     if isinstance(body, ResponsesRequest):
         given |= {name: getattr(body, name) for name in GenerationFields.model_fields} | {"max_tokens": body.max_output_tokens}

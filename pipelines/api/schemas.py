@@ -92,9 +92,10 @@ MAX_PRIORITY = 2**53
 
 
 def _biases(value: Any) -> Any:
-    """Convert OpenAI's object, or llama.cpp's list of [key, bias], to `Biases`.
+    """Convert the field `logit_bias` to a dict from token id or text to bias.
 
-    As in llama.cpp, the bias false forbids a token.
+    value: OpenAI's object of that form, or llama.cpp's list of [token id or text, bias]. As in
+    llama.cpp, the bias false forbids a token. Another value is returned unchanged.
     """
     if isinstance(value, list):
         is_pair = lambda each: isinstance(each, list) and len(each) == 2 and type(each[0]) in (int, str)
@@ -169,7 +170,7 @@ class GenerationFields(Body):
 
 
 class CompletionFields(GenerationFields, UnsupportedFields):
-    """The fields of chat completions and text completions."""
+    """The fields that requests for chat completions and for text completions have in common."""
 
     stream_options: StreamOptions | None = None
     # Max tokens of the answer, also by llama.cpp's name; a negative number means no limit.
@@ -225,7 +226,7 @@ class CompletionFields(GenerationFields, UnsupportedFields):
 
 
 class ChatThinking(Body):
-    """The field `thinking` of DeepSeek's and LiteLLM's clients, as in Anthropic's API."""
+    """Anthropic's field `thinking`, which DeepSeek's and LiteLLM's clients send in chats."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(None, ge=1)

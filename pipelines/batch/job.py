@@ -64,8 +64,10 @@ def run_job(
 ) -> Summary:  # fmt: skip
     """Answer the records of a job, write the output, and return counts.
 
-    Records in the output's journal are skipped, because earlier runs have answered them.
-
+    records: the records of the input; None while no record is available.
+    key: returns a hash of a record, by which the answer of an earlier run is found. Such records
+    are skipped.
+    answer: answers records, in any order. output: the output file, or None for stdout.
     report: called with (counts so far, finished fraction of the input). The fraction is None if it
     is unknown.
 
@@ -113,18 +115,23 @@ def run_job(
 
 
 def answering(engine: Engine | None, conversion: Conversion, window: int = MAX_REQUESTS) -> Answer:
-    """Return a function that answers records with `engine`; None for an embedding model."""
+    """Return a function that answers the records of a job.
+
+    engine: generates text; None for an embedding model, whose records `conversion` answers.
+    window: how many requests are sorted at a time, so that common prefixes are found in the cache.
+    """
 
     works = lambda records: (record and conversion.work(record) for record in records)
     return lambda records: run(engine, in_windows(works(records), window))
 
 
 def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answered]:
-    """Run the requests of records; yield (record, outcome) when a record's requests have ended.
+    """Answer records; yield (record, outcome) as soon as all requests of a record have ended.
 
-    works: records with their requests, or None while no record is available; the next is taken when
-    a slot is free. engine: None if no record has requests. Closing the iterator cancels the
-    requests that are running.
+    engine: runs the requests; None if no record has any.
+    works: records with their requests, or None while no record is available. The next record is
+    taken when the engine has a free slot.
+    Closing the iterator cancels the requests that are running.
     """
     stream, owners, ended = engine.stream() if engine else None, dict[Request, Work](), False
     try:
@@ -157,11 +164,12 @@ def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answere
 
 
 def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -> Iterator[Work | None]:
-    """Yield `works` in groups ("windows") that are sorted by prompt.
+    """Sort records by prompt, in windows of consecutive records, and yield them one by one.
 
-    A window ends at `max_requests` requests or MAX_TOKENS prompt tokens. It also ends if no item is
-    available and WAIT seconds have passed since its first item. Until then, None is yielded while
-    no item is available.
+    works: the records with their requests, or None while no record is available.
+    A window ends at `max_requests` requests or MAX_TOKENS prompt tokens. It also ends if no record
+    is available and WAIT seconds have passed since its first record; before that, each None in
+    `works` is yielded as None.
     """
     window, size, tokens, began = list[Work](), 0, 0, 0.0
     for work in works:
