@@ -55,7 +55,10 @@ EXTRAS = {
 
 
 def user_errors() -> tuple[type[Exception], ...]:
-    """Return the classes of USER_ERRORS whose modules are already imported."""
+    """Return the exception classes whose message is for the user.
+
+    Classes of modules that are not imported yet are left out, because they cannot have been raised.
+    """
     found = (getattr(sys.modules.get(module), name, None) for module, name in USER_ERRORS)
     return tuple(error for error in found if error is not None)
 

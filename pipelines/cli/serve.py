@@ -147,7 +147,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def origins(args: argparse.Namespace) -> list[str]:
-    """Return the origins of --cors in lower case, as browsers send them."""
+    """Return the web origins that --cors allows, in lower case; PipelineError if one is invalid."""
     for origin in args.cors:
         if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
             raise PipelineError(f"--cors is {origin!r}; give an origin as browsers send it, such as https://example.com, or *")
@@ -155,7 +155,10 @@ def origins(args: argparse.Namespace) -> list[str]:
 
 
 def api_keys(args: argparse.Namespace) -> list[str]:
-    """Return the API keys of --api-key and the environment; PipelineError for an empty key."""
+    """Return the API keys that clients may use: those of --api-key and of CASTIRON_API_KEY.
+
+    Raises PipelineError if a key is empty.
+    """
     if not all(key.strip() for key in args.api_key):
         raise PipelineError("--api-key is empty; give a key, or leave the option out to serve without authentication")
     given = os.environ.get(KEY_VARIABLE)

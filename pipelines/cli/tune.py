@@ -1,10 +1,10 @@
-"""Search for faster tiles of a model's matmuls on this machine, for castiron compile.
+"""Search for tile sizes that make a model's matmuls faster on this machine, for castiron compile.
 
-Candidates are timed in the model's functions, with its weights. castiron compile uses a candidate
-if two measurements found that it is over 3 % faster than the default tiles, and if the model with
-all such candidates generates the same greedy tokens. Results are stored at the end. The next run
-skips matmuls that have a result; castiron cache clear tuned deletes all results. Run no other
-programs during the search.
+Each candidate is timed in the compiled model, with its weights. castiron compile uses a candidate
+if two measurements found it over 3 % faster than the default tile sizes, and if the model with all
+faster tile sizes generates the same greedy tokens. The results are stored when the search ends. The
+next run skips matmuls that have a result; castiron cache clear tuned deletes all results. Run no
+other programs during the search.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
 
     options, start = compile_options(args), time.monotonic()
     if options.target != "host" or options.lowering != "kernels":
-        raise PipelineError("castiron tune measures kernels on this machine; remove --target and --lowering")
+        raise PipelineError("castiron tune does not support --target and --lowering, because it measures this CPU; remove them")
     with TemporaryDirectory(prefix="castiron-") as directory, Progress() as progress:
         bench = Bench(args.model, options, args.functions, Path(directory), progress)
         prompts, matmuls = prompts_of(bench.bundle), bench.matmuls()
@@ -87,7 +87,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def table(result: dict) -> list[str]:
-    """Return the lines to print; result: the object that --json prints."""
+    """Return the lines to print for a result of castiron tune: a row for each matmul and a summary.
+
+    result: the object that --json prints.
+    """
     rows = result["matmuls"]
     width = max((len(row["name"]) for row in rows), default=0)
     lines = [f"{'matmul':{width}}  {'function':13} {'default':>10} {'gain':>6}  tiles"]

@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
     prompts = [(prompt, tokens) for prompt, tokens in gathered if len(tokens) + args.max_tokens - 1 <= context]
     skipped = [prompt.name for prompt, tokens in gathered if len(tokens) + args.max_tokens - 1 > context]
     if not prompts:
-        raise PipelineError(f"every prompt plus {args.max_tokens} tokens exceeds the context of {context}; reduce -n")
+        raise PipelineError(f"no prompt leaves space for {args.max_tokens} tokens in the context of {context}; reduce -n")
     source = checkpoint_of(bundle, args.checkpoint)
     session = Session(bundle, threads=args.threads)
     found = []
@@ -86,7 +86,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def line(facts: dict) -> str:
-    """Return the line to print for one prompt; facts: the result of `verify.compare`."""
+    """Return the line to print for one prompt: whether its tokens are exact, and where they differ.
+
+    facts: the prompt's object in the list `prompts` that --json prints.
+    """
     head = f"{facts['name']:<20.20}  {facts['prompt_tokens']:>5} + {len(facts['tokens'])} tokens  "
     if facts["exact"]:
         return f"exact   {head}HF's smallest margin {facts['smallest_hf_margin']:.4f}"

@@ -85,7 +85,7 @@ class Generate:
         if taken := [name for name in ANSWER if name in names]:
             raise PipelineError(f"the rows already have a column {taken[0]}, in which answers are stored; rename or drop it")
         if not {self.prompt, self.messages} & set(names):
-            raise PipelineError(f"the rows have the columns {', '.join(names)}; add a column {self.prompt} or {self.messages}")
+            raise PipelineError(f"the rows have no column {self.prompt} or {self.messages}, only {', '.join(names)}; add one")
         columns = [batch.column(name).to_pylist() for name in (self.prompt, self.messages) if name in names]
         return _with_answers(batch, self.answers([_prompt(values) for values in zip(*columns)]))
 
@@ -104,7 +104,10 @@ def cpus_of_actor() -> int | None:
 
 
 def _prompt(values: Sequence[Any]) -> Any:
-    """Return the value that is not None; None if there is no such value, or more than one."""
+    """Return a row's prompt, given the values of its columns `prompt` and `messages`.
+
+    Exactly one of the values must be given. Otherwise, the result is None, and the row fails.
+    """
     from castiron.pipelines.batch.parquet import without_nulls
 
     given = [value for value in values if value is not None]
@@ -136,9 +139,10 @@ class BatchActor:
             return False
 
     def answers(self, records: list[Record], stored: Stored | None) -> list[tuple[int, Outcome]]:
-        """Return (index, outcome) of each record.
+        """Answer records; return (index of the record in the job, its answer or error) for each.
 
-        stored: the bundle to copy to this node; None if the node has it already.
+        stored: the bundle in Ray's object store, to copy to this node; None if the node has the
+        bundle.
         """
         if self.answer is None:
             found = open_bundle(self.path if stored is None else bundle_at(stored), full_check=self.args.trust == "never")
@@ -149,9 +153,10 @@ class BatchActor:
 
 
 class Engines:
-    """The actors of a batch job.
+    """The Ray actors of a batch job, on all nodes of the cluster.
 
-    If the value of --threads is T, a node with C CPUs runs C // T actors.
+    An actor uses T CPUs, where T is the value of --threads. So a node with C CPUs runs C // T
+    actors. Without --threads, a node runs one actor, which uses all CPUs.
     """
 
     def __init__(self, args: argparse.Namespace, bundle: Bundle, prepare: Prepare):
@@ -179,7 +184,10 @@ class Engines:
                     self.starting[self.actors[slot].has_bundle.remote()] = slot
 
     def finish_start(self, call: ray.ObjectRef) -> None:
-        """Mark the actor of an ended `has_bundle` call as ready; remove it if it died."""
+        """Mark an actor as ready for records after its first call, `has_bundle`, has ended.
+
+        If the actor died in this call, remove it, so that `start_missing` starts it again.
+        """
         slot = self.starting.pop(call)
         try:
             has_bundle = ray.get(call)
@@ -191,9 +199,10 @@ class Engines:
         self.ready[slot] = None if has_bundle else self._stored
 
     def wait(self, running: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
-        """Wait up to `seconds` for a call to end; return [the call], or [] if none ended.
+        """Wait up to `seconds` until an actor's call ends; return [the call], or [] if none ended.
 
-        running: calls of `answers`. The `has_bundle` calls of actors that are starting also count.
+        running: the calls that answer records. This method also waits for calls of `has_bundle`,
+        the first call of each new actor.
         """
         if not running and not self.ready and time.monotonic() > self.message_time:
             print_message("no node of the cluster has free CPUs for this job yet; waiting for one")
@@ -250,8 +259,9 @@ class Windows:
 def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prepare) -> Answer:
     """Return a function that answers the records of a batch job on the connected Ray cluster.
 
-    args: the options of `castiron batch`. prepare: called in each actor; returns the converter of
-    records and the engine that the actor uses.
+    A record is one request of the job. args: the options of `castiron batch`. prepare: called in
+    each actor with the options and the bundle; returns (converter of records to engine requests,
+    engine).
     """
 
     def answer(records: Iterator[Record | None]) -> Iterator[Answered]:
@@ -312,7 +322,11 @@ def _result(call: ray.ObjectRef) -> Any:
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connect to the Ray cluster at `address` if not connected; "local" starts one here."""
+    """Connect to the Ray cluster at `address` for the duration of a `with` block.
+
+    The address "local" starts a cluster on this machine. If the process is already connected to a
+    cluster, that connection is used and stays open.
+    """
     if ray.is_initialized():
         yield
         return

@@ -87,11 +87,11 @@ def bundle_at(source: BundleSource) -> Bundle:
 
 
 def _fetched(key: str, source: str, fetch: Callable[[Path], Any]) -> Bundle:
-    """Return the opened bundle that this node caches under `key`.
+    """Return an opened bundle from this node's cache, after fetching it if it is not there.
 
-    If it is not cached, `fetch(path)` first writes it to `path`. If the bundle is invalid, it is
-    removed from the cache, and BundleError is raised.
-    source: path or URL of the bundle, for error messages.
+    key: name of the file in the cache. source: path or URL of the bundle, for error messages.
+    fetch: called with a path, to which it must write the bundle. An invalid bundle is deleted from
+    the cache, and BundleError is raised.
     """
     path = cache_folder("fetched") / key
     lock = path.with_name(f".{key}.lock")
@@ -105,5 +105,5 @@ def _fetched(key: str, source: str, fetch: Callable[[Path], Any]) -> Bundle:
             open_bundle(path, run=False)
         except BundleError as error:
             path.unlink()
-            raise BundleError(f"invalid bundle at {source}: {error}") from None
+            raise BundleError(f"invalid bundle at {source}; replace it with a valid bundle ({error})") from None
     return open_bundle(path)

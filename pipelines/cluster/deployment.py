@@ -53,7 +53,11 @@ SCOPE_KEYS = (
 
 @dataclass(frozen=True)
 class Call:
-    """An HTTP request for a replica; prefixes: hashes of the prompt's prefixes."""
+    """An HTTP request that a front forwards to a replica.
+
+    scope: its ASGI scope. body: the complete body. prefixes: hashes of the prompt's prefixes, by
+    which the router chooses the replica.
+    """
 
     scope: Mapping[str, Any]
     body: bytes
@@ -111,7 +115,7 @@ class PrefixRouter(RequestRouter):
         return [two, candidate_replicas] if reader is None or self._is_full(reader) else [[reader], two, candidate_replicas]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Record that replica `replica_id` now has the prefixes of this prompt in its cache."""
+        """Record that the replica now has this request's prompt in its prefix cache."""
         for prefix in _prefixes(pending_request):
             self.replica_of[prefix] = replica_id
             self.replica_of.move_to_end(prefix)
@@ -137,7 +141,7 @@ class Front:
         return Starlette(routes=[Route("/metrics", self.metrics), Mount("/", self.forward)])
 
     async def metrics(self, request: Request) -> Response:
-        """Return the Prometheus metrics of all replicas; a label has the name of the replica."""
+        """Return the Prometheus metrics of all replicas; the label `replica` names the replica."""
         call = Call(_plain_scope(request.scope), b"", ())
         answers = await self.replicas.broadcast("complete_answer", call).results_async(return_exceptions=True)
         pages = dict(answer for answer in answers if not isinstance(answer, BaseException))
@@ -182,13 +186,14 @@ class Front:
 
 
 async def _send_lost(started: Message, path: str, send: Send) -> None:
-    """Report to the client that the replica died in the middle of its response.
+    """Report to a client that its replica died in the middle of the response.
 
-    In an event stream, this is an error event. For any other response, ConnectionResetError is
-    raised, because a normal end would make the response look complete.
+    started: the first ASGI message of the response. In an event stream (SSE), the client gets an
+    error event. For any other response, ConnectionResetError closes the connection, because a
+    normal end would make the response look complete.
     """
     if not any(value.startswith(b"text/event-stream") for name, value in started["headers"] if name == b"content-type"):
-        raise ConnectionResetError("the replica ended in the middle of its answer")
+        raise ConnectionResetError("the replica ended in the middle of its answer; the client must send the request again")
     error = ApiError(502, "the replica ended in the middle of its answer; send the request again")
     # Only Anthropic's events have names.
     name, body = ("event: error\n", error.anthropic_body) if is_anthropic(path) else ("", error.body)
@@ -217,7 +222,10 @@ class Replica:
         self.name = serve.get_replica_context().replica_id.unique_id
 
     async def answer(self, call: Call) -> AsyncIterator[list[Message]]:
-        """Yield the application's ASGI messages in lists: each has the messages that are ready."""
+        """Run the application for a request, and yield the ASGI messages of the response.
+
+        Messages that are ready at the same time are yielded as one list.
+        """
         queue: asyncio.Queue[Message | None] = asyncio.Queue()
         running = asyncio.create_task(self._run(call, queue))
         try:

@@ -26,18 +26,21 @@ ENCODE_WIDTHS, SINGLE_CALL_WIDTHS = (32, 128), (32, 128, 512, 2048)
 
 
 def open_source(model: str | Path, options: Options, progress: Progress | None = None) -> Checkpoint:
-    """Open a checkpoint, ignoring keys in `options.ignore_keys`, and merge `options.adapter`."""
+    """Open a checkpoint to compile; merge the adapter `options.adapter` into its weights.
+
+    The keys `options.ignore_keys` of the checkpoint's config or GGUF metadata are ignored.
+    """
     checkpoint = open_checkpoint(model, progress, options.ignore_keys)
     return merge(checkpoint, open_adapter(Path(options.adapter))) if options.adapter else checkpoint
 
 
 @dataclass(frozen=True)
 class EncoderSizes:
-    """The sizes of the functions that encode texts for embedding or reranking.
+    """The sizes, in tokens, of the functions that encode texts for embedding or reranking.
 
-    context: number of positions of the states. widths: tokens per call of each encode function.
-    max_tokens: max tokens of a text. single_call: whether a text is encoded in one call, because
-    attention is bidirectional.
+    context: positions in the KV cache. widths: tokens per call of each encode function. max_tokens:
+    max length of a text. single_call: whether each text is encoded in one call, because attention
+    is bidirectional.
     """
 
     context: int
@@ -89,7 +92,11 @@ def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
 def build_module(
     checkpoint: Checkpoint, options: Options, target: Target | None = None, tuned: TileFields = MappingProxyType({})
 ) -> Module:
-    """Return a checkpoint's model as a module lowered for `target`; tuned: tiles by matmul name."""
+    """Return a checkpoint's model as a module that is lowered for `target`.
+
+    target: by default the target of `options`. tuned: {name of a matmul: tile sizes to use instead
+    of the default ones}.
+    """
     # A GPU has no instruction set of castiron's kernels, and its lowering reads none.
     isa, threads = (target or resolve(options.target)).isa or "avx2", options.threads_or_cores
     tiles = lambda matmul: tiles_for(matmul, tuned, ISAS[isa], threads)

@@ -38,9 +38,10 @@ def manifest_of(
     tiles: TileFields,
     compile_info: dict,
 ) -> Manifest:
-    """Return a manifest without `files` and `accuracy`.
+    """Return the manifest of a new bundle, except `files` and `accuracy`, which are added later.
 
-    sha256: the hash of `checkpoint`. compile_info: entries of the manifest's `compile`.
+    sha256: the hash of `checkpoint`. tiles: {name of a matmul: its tile sizes}. compile_info:
+    entries of the manifest's `compile`.
     """
     first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes(checkpoint, options)
     context = sizes.context if sizes else context_of(config, options)
@@ -136,10 +137,12 @@ def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
 
 
 def work_of(function: Graph, context: int) -> dict[str, dict]:
-    """Return the work of each kernel of a function, as in `manifest.KernelWork`, by kernel name.
+    """Return the FLOP, the memory traffic and the number of calls of each kernel of a function.
 
-    FLOP and bytes of a call are [value at position 0, increase per position, value at the last
-    position of `context`]. A kernel's paths, such as "layers.*.mlp", have `*` for the layer's number.
+    The result maps a kernel's name to the fields of `manifest.KernelWork`. flops, bytes: of one
+    call, as [value at position 0, increase per position, value at the last position of `context`].
+    paths: the model's layers that the kernel computes, with `*` for the layer number:
+    "layers.*.mlp".
     """
     found: dict[str, dict] = {}
     weights = {value for op in function.ops if op.kind == "parameter" for value in op.results}

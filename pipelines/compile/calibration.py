@@ -1,9 +1,10 @@
 """Measure the importance of each column of a weight on a text (llama.cpp's importance matrix).
 
-The quantisation error of a column matters in proportion to the inputs of the column. So the
-unquantised model reads the text, and each matmul gets an extra result: for each column, the sum of
-its squared inputs over all tokens. For an expert, only the tokens that are routed to it count.
-The parameter `progress` is called with (name of a stage, fraction done).
+A matmul multiplies the quantisation error of a column by the column's input. So an error matters
+more in a column with large inputs. To measure the inputs, the unquantised model reads the text, and
+each matmul gets an extra output: for each column, the sum of the squared inputs over all tokens.
+For an expert's weights, only the tokens that are routed to this expert count. The parameter
+`progress` is called with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -99,16 +100,19 @@ def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
 
 
 def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progress) -> dict[str, np.ndarray]:
-    """Return the importance of each weight's columns, measured on `chunks` of equal length."""
+    """Return {name of a weight: importance of its columns, f32 [in]}, measured on token sequences.
+
+    chunks: the sequences, which have equal lengths.
+    """
     model = build_model(checkpoint, Options(context=len(chunks[0]), prefill=(), batch=(), speculate=(), embed=(WIDTH,)))
     function = model.functions.pop(f"embed_{WIDTH}")
     model.functions.clear()
-    names: list[tuple[tuple[str, ...], ...]] = [(group,) for group in watched(model, function)]
+    names: list[tuple[tuple[str, ...], ...]] = [(group,) for group in sum_squared_inputs(model, function)]
     model.functions[function.name] = function
     target, threads = resolve("host"), physical_cores()
     module = lower(model, "kernels", target.isa, threads)
     function = module.functions[function.name]
-    names += watched_experts(module, function, {name for groups in names for group in groups for name in group})
+    names += sum_squared_expert_inputs(module, function, {name for groups in names for group in groups for name in group})
     text = print_module(module)
     with TemporaryDirectory(prefix="castiron-") as folder:
         vmfb, weights = Path(folder) / "model.vmfb", Path(folder) / "weights.irpa"
@@ -126,14 +130,14 @@ def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progr
     return found
 
 
-def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
-    """Add results to `function`: the sum of x² over tokens, f32 [in], for each input x of matmuls.
+def sum_squared_inputs(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
+    """Add outputs to `function`: for each input x of a matmul, the sum of x² over tokens, f32 [in].
 
-    Returns for each new result the names of the weights by which x is multiplied.
+    Returns, for each new output, the names of the weights that are multiplied by x.
     """
     weights = {op.results[0]: op.attrs["weight"] for op in function.ops if op.kind == "weight"}
     # Gate and up projections of experts read the operation's x. The input of the down projection
-    # exists only in the lowered module (`watched_experts`).
+    # exists only in the lowered module (`sum_squared_expert_inputs`).
     read = {"linear": (1,), "experts": (3, 4)}
     by_input: dict[Value, list[str]] = {}
     for op in function.ops:
@@ -150,12 +154,12 @@ def watched(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
     return [tuple(dict.fromkeys(names)) for names in by_input.values()]
 
 
-def watched_experts(module: Module, function: Graph, known: Set[str]) -> list[tuple[tuple[str, ...], ...]]:
-    """Add results to a lowered function: the sum of x² for each input x of an expert matmul.
+def sum_squared_expert_inputs(module: Module, function: Graph, known: Set[str]) -> list[tuple[tuple[str, ...], ...]]:
+    """Add outputs to a lowered function: for each input x of experts' matmuls, the sum of x².
 
-    A result is f32 [experts, in]: the sum over the tokens that are routed to each expert. Matmuls
-    whose weights are in `known` get none. Returns, for each new result, the names of the weights of
-    each expert.
+    An output is f32 [experts, in]: for each expert, the sum over the tokens that are routed to it.
+    Weights in `known` have such sums already and are left out. Returns, for each new output, a
+    tuple with an item (name of the weight,) for each expert.
     """
     made = {result: op for op in function.ops for result in op.results}
     names, sums = [], []

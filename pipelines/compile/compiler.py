@@ -72,17 +72,19 @@ def compile_model(
     packed: Bundle | None = None,
     announce: Callable[[], None] = lambda: None,
 ) -> CompileReport:
-    """Compile a GGUF file, an HF directory or a named model into the bundle directory `out`.
+    """Compile a model into the bundle directory `out`.
 
     If `out` is an up-to-date bundle of the same inputs and `keep` is None, nothing is compiled.
     After an error, no new files are left.
 
     Args:
+        model: GGUF file, HF directory, or name of a model on a hub, which is downloaded.
         progress: called with (name of a stage, fraction done).
-        tiles: tiles by matmul name, instead of the results of `castiron tune`.
-        keep: folder for the MLIR and a script that compiles it.
-        evaluate: measures the accuracy of a bundle with fast numerics, if this machine can run it.
-        packed: another bundle; its weights file is linked if `out` needs the same weights.
+        tiles: {name of a matmul: tile sizes}, instead of the results of `castiron tune`.
+        keep: folder to which the generated MLIR and a script that compiles it are written.
+        evaluate: measures the accuracy of the new bundle; called only if the numerics are fast and
+            this machine can run the bundle.
+        packed: another bundle; if it has the same weights, its weights file is linked.
         announce: called before the compilation starts, unless nothing is compiled.
     """
     report = progress or (lambda stage, done: None)
@@ -150,7 +152,7 @@ def compile_model(
     with BundleWriter(out) as writer:
         texts = module_texts(module) | ({DEVICE: probes.text} if probes else {})
         # A child process checks the tokenizer.
-        with _beside((lambda: write_tokenizer(writer), lambda: pack(writer)), cancelled) as futures:
+        with _in_threads((lambda: write_tokenizer(writer), lambda: pack(writer)), cancelled) as futures:
             compiling.set()
             with stage("compile"):
                 result = compile_modules(texts, target, writer.directory, extra_flags=options.iree_flags, cancelled=cancelled)
@@ -195,10 +197,10 @@ def _in_background(work: Callable[[], Any]) -> Future:
 
 
 @contextmanager
-def _beside(works: Sequence[Callable[[], Any]], cancelled: threading.Event) -> Iterator[list[Future]]:
-    """Run `works` in threads during the `with` body; yield their futures.
+def _in_threads(works: Sequence[Callable[[], Any]], cancelled: threading.Event) -> Iterator[list[Future]]:
+    """Run `works` in threads while the body of a `with` statement runs; yield their futures.
 
-    If one of `works` or the body fails, `cancelled` is set.
+    If a thread or the body fails, the event `cancelled` is set, which tells the others to stop.
     """
     with ThreadPoolExecutor(len(works)) as pool:
         futures = [pool.submit(work) for work in works]

@@ -1,7 +1,7 @@
-"""Compute the known answer of a GPU bundle: results that the GPU must reproduce.
+"""Compute the known answer of a GPU bundle: results with which a GPU's results are compared.
 
-These are the results of a small matmul for each codec (element type or quantisation) of the
-weights, and logits of decode steps on this CPU.
+For each codec (element type or quantisation) of the weights, there is the result of a small matmul.
+There are also some logits of decode steps, computed on this machine's CPU.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ SCOPE = "known_answer"
 
 @dataclass(frozen=True)
 class Probes:
-    """Small matmuls with known results, which the module device.vmfb computes.
+    """Small matmuls with known results, which a GPU must reproduce.
 
-    text: the MLIR of device.vmfb. parameters: the operands, by their name in the bundle's weights.
-    expected: the result of each matmul, by codec of its weight.
+    text: MLIR of the matmuls, compiled as device.vmfb. parameters: the inputs and the weights, by
+    their name in the bundle's weights file. expected: the result of each matmul, one number for
+    each row of its weight, by the weight's codec (element type or quantisation).
     """
 
     text: str
@@ -89,9 +90,10 @@ def _activations(count: int) -> np.ndarray:
 
 
 def decode_on_cpu(checkpoint: Checkpoint, options: Options, importance: Importance) -> Decode | None:
-    """Compile the model for this machine's CPU, run decode steps, and return some of their logits.
+    """Return logits that a GPU must reproduce: some logits of decode steps on this machine's CPU.
 
-    The result is None for an embedding model, and for more than `MAX_BYTES` of weights.
+    The model is compiled for the CPU for this purpose. The result is None for an embedding model,
+    and for more than `MAX_BYTES` of weights. importance: the result of `calibrate`.
     """
     target = TARGETS["host"]
     own = replace(

@@ -39,18 +39,25 @@ def open_or_compile(
     draft: bool = False,
     target: str = "host",
 ) -> Bundle:
-    """Return an open bundle for `model`: a bundle, or a checkpoint that is compiled if necessary.
+    """Return an open bundle for `model`, which is compiled first if it is a checkpoint.
 
-    options: compiler options; PipelineError if `model` is a bundle. The default is
-    `Options(target=target)` or, with `draft`, `Options.for_draft(target)`. announce: whether to
-    print a line before compiling. one_sequence: whether to compile only the functions for one
-    prompt at a time; has no effect if the bundle with all functions is cached.
+    Args:
+        model: a bundle or its path; or a GGUF file, HF directory or model name to compile. The
+            compiled bundle is cached.
+        options: compiler options; PipelineError if `model` is a bundle. The default is
+            `Options(target=target)`, or `Options.for_draft(target)` for a draft model.
+        evaluate: measures the accuracy of a new bundle, as for `compile_model`.
+        full_check: whether to hash all files of the bundle again.
+        announce: whether to print a line before compiling.
+        one_sequence: whether to compile only the functions for one prompt at a time; has no effect
+            if the bundle with all functions is cached.
+        draft: whether `model` is a draft model for speculative decoding.
     """
     path = model.path if isinstance(model, Bundle) else Path(model).expanduser()
     if is_bundle(model):
         if options is not None:
             raise PipelineError(
-                f"{path} is already compiled, so its options cannot change; remove them, or give the checkpoint"
+                f"{path} is already compiled, so compiler options have no effect; remove the options, or give the checkpoint"
             )
         return open_bundle(model if isinstance(model, Bundle) else path, full_check=full_check)
     from castiron.pipelines.checkpoints.catalogue import canonical_name
@@ -88,7 +95,7 @@ def compile_to(
 ) -> Path:
     """Compile a model into the directory `out`, and return the path of the bundle.
 
-    Threads compile one after the other. message: line to print before compiling.
+    Only one thread at a time compiles; others wait. message: line to print before compiling.
     """
     from castiron.pipelines.compile.compiler import compile_model
 
@@ -99,7 +106,10 @@ def compile_to(
 
 
 def options_of(**options: Any) -> Options:
-    """Return `Options` from keyword arguments; for a tuple of sizes, an int or None is allowed."""
+    """Return compiler options from keyword arguments, in which sizes have short forms.
+
+    For prefill, batch, speculate and embed, an int means one size, and None means no size.
+    """
     from castiron.pipelines.compile.options import Options
 
     for name in {"prefill", "batch", "speculate", "embed"} & options.keys():

@@ -29,19 +29,23 @@ Progress = Callable[[str, float], None]
 class Options:
     """The options of `castiron compile`; raises EmitError for invalid values.
 
-    context: number of positions of a session by default; None: the model's limit, at most 8192.
-    max_context: number of positions that states have; None: the model's limit, at most 131,072.
-    weights: a value of WEIGHTS: the checkpoint's codecs, a float type, or a quantised one.
+    context: default max tokens of a sequence; None: the model's limit, at most 8192.
+    max_context: largest context with which the bundle can be opened; None: the model's limit, at
+        most 131,072.
+    weights: a value of WEIGHTS: "native" (as in the checkpoint), a float or a quantised type.
     requantise: whether quantised matrices are quantised again, to a smaller type.
     adapter: PEFT directory, merged before the weights are converted.
-    calibrate: text file on which the importance of columns is measured.
-    cache: element type of KV caches; other states are f32.
+    calibrate: text file on which the importance of each weight's columns is measured.
+    numerics: a value of NUMERICS; "exact" computes with f32 activations.
+    cache: element type of KV caches; recurrent states are f32.
     lowering: a value of LOWERINGS; empty: kernels for the target's CPU or GPU.
-    target: a name that `vmfb.targets.resolve` knows.
-    prefill, speculate, embed: tokens per call of the prefill, verify and hidden-state functions.
-    batch: sequences per call of the decode_batch functions.
+    target: a name that `vmfb.targets.resolve` knows; "host" is this machine's CPU.
+    prefill: tokens per call of the functions that read prompts, one function for each size.
+    batch: sequences per call of the functions that decode several sequences.
+    speculate: tokens per call of the functions that verify proposed tokens.
+    embed: tokens per call of the functions that return hidden states.
     threads: number of threads among which kernels divide their work; None: one per core.
-    tuned: whether to use tiles that `castiron tune` found, for the target "host".
+    tuned: whether to use tile sizes that `castiron tune` found, for the target "host".
     ignore_keys: keys of the config, or of the GGUF metadata, to leave out.
     iree_flags: flags for iree-compile after castiron's own.
     """
@@ -77,7 +81,7 @@ class Options:
         for name, limit in (("batch", 64), ("speculate", 64), ("embed", 512)):
             sizes = getattr(self, name)
             if len(set(sizes)) != len(sizes) or min(sizes, default=2) < 2 or max(sizes, default=0) > limit:
-                raise EmitError(f"{name} takes distinct sizes from 2 to {limit}, not {', '.join(map(str, sizes))}")
+                raise EmitError(f"{name} is {', '.join(map(str, sizes))}; give distinct sizes from 2 to {limit}")
         if self.calibrate and self.weights not in QUANTISED:
             raise EmitError(f"calibrate needs quantised weights, and weights is {self.weights!r}; choose a quantised type")
         if self.max_context is not None and self.max_context < (self.context or 1):

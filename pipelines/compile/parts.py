@@ -1,4 +1,4 @@
-"""Parts of a model for `castiron emit`: one function, one layer, or a kernel by name and shape."""
+"""Extract a part of a model for `castiron emit`: a function or a layer; or make a single kernel."""
 
 from __future__ import annotations
 
@@ -63,9 +63,10 @@ def layer_of(op: Op) -> int | None:
 
 
 def kernel_module(kernel: Kernel, storage: bool = False) -> Module:
-    """Return a module with a function `call` that runs the kernel once; index operands are 0.
+    """Return a module with a function `call` that runs the kernel once.
 
-    storage: whether `call` takes buffers for results, so that it allocates no memory for them.
+    Scalar index operands, such as a position, are 0. storage: whether `call` has an additional
+    argument for each result: a buffer into which the result is written.
     """
     module = Module("kernel")
     in_place = {**{name: f"{name}_storage" for name in kernel.results if storage}, **kernel.in_place}
@@ -101,7 +102,10 @@ def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None
 
 
 def _names(function: Graph) -> dict[Value, str]:
-    """Return names of a function's inputs, and of values that are used outside their layer."""
+    """Return names for the values that the module of one layer takes as arguments or returns.
+
+    These are the inputs of `function`, and values that are used outside their layer.
+    """
     readers: dict[Value, set[int | None]] = {value: {None} for value in function.outputs}
     for op in function.ops:
         for value in op.operands:
@@ -123,7 +127,7 @@ def _names(function: Graph) -> dict[Value, str]:
 
 
 def _updated(op: Op, result: int) -> Value | None:
-    """Return the operand that result number `result` of `op` updates in place, or None."""
+    """Return the operand that `op` overwrites with its result number `result`, or None."""
     if op.kind == "kernel":
         kernel = op.attrs["kernel"]
         operand = kernel.in_place.get(list(kernel.results)[result])
@@ -136,8 +140,9 @@ class KernelRequest:
     """The options that select a kernel for `castiron emit --kernel`.
 
     sizes: the numbers of --shape. tokens: rows of x; for attention_decode, sequences; for experts,
-    (token, expert) pairs. codec: of the weight. context: number of positions of the KV cache.
-    cache: element type of the KV cache.
+    (token, expert) pairs. codec: element type or quantisation of the weight. isa: name of the
+    instruction set. context: number of positions of the KV cache. cache: element type of the KV
+    cache.
     """
 
     sizes: tuple[int, ...]
@@ -154,8 +159,9 @@ class KernelRequest:
 class Kind:
     """A kind of kernel for `castiron emit --kernel`.
 
-    shape: names of the sizes in --shape, for the help. example: a value of --shape. tokens:
-    default, minimum and maximum of --tokens. make: makes the kernel from its name and the request.
+    shape: names of the sizes in --shape, such as "OUTxIN". example: a value of --shape, such as
+    "1536x576". tokens: default, minimum and maximum of --tokens. make: makes the kernel from its
+    name and the request.
     """
 
     shape: str
@@ -206,7 +212,7 @@ def _recurrent(name: str, asked: KernelRequest) -> Kernel:
         return causal_conv(tokens, features, positions, Columns(features), isa=isa)
     groups, heads, inner, outer = asked.sizes
     if heads % groups:
-        raise ValueError(f"{heads} heads are not a multiple of {groups} groups")
+        raise ValueError(f"{heads} heads are not a multiple of {groups} groups; change --shape")
     if name == "gated_delta":
         widths = {"q": groups * inner, "k": groups * inner, "v": heads * outer, "alpha": heads, "beta": heads}
         return gated_delta(tokens, asked.sizes, {name: Columns(width) for name, width in widths.items()}, isa=isa)
@@ -215,11 +221,11 @@ def _recurrent(name: str, asked: KernelRequest) -> Kernel:
 
 
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, KernelRequest], Kernel]:
-    """Return a function that builds a model with one layer, and returns one of its kernels.
+    """Return a function that takes a kernel from a model with one layer, for `Kind.make`.
 
-    function: the model function with the kernel, such as "prefill"; not used for a request with one
-    token, whose kernel is taken from decode_step.
-    keys: config keys for the sizes of --shape.
+    function: the model function that has the kernel, such as "prefill". For one token, the kernel
+    is taken from decode_step instead. model_type: as in an HF config. keys: the keys of the HF
+    config whose values are the sizes in --shape.
     """
 
     def make(name: str, asked: KernelRequest) -> Kernel:
@@ -278,7 +284,9 @@ def named_kernel(name: str, shape: str, *, tokens: int | None = None, **options:
     if len(words) != len(kind.shape.split("x")) or not all(w.isascii() and w.isdigit() and int(w) for w in words):
         raise PipelineError(f"shape {shape!r} does not fit {name}; --shape takes {kind.shape}, such as {kind.example}")
     if kind.shape == HEADS_SHAPE and (sizes := list(map(int, words)))[0] % sizes[1]:
-        raise PipelineError(f"shape {shape!r} does not fit {name}: {sizes[0]} heads are not a multiple of {sizes[1]} kv heads")
+        raise PipelineError(
+            f"shape {shape!r} does not fit {name}: {sizes[0]} heads are not a multiple of {sizes[1]} kv heads; change --shape"
+        )
     default, minimum, maximum = kind.tokens
     tokens = default if tokens is None else tokens
     if tokens < minimum or (maximum is not None and tokens > maximum):
@@ -289,4 +297,4 @@ def named_kernel(name: str, shape: str, *, tokens: int | None = None, **options:
     try:
         return kind.make(name, replace(asked, context=max(asked.context, tokens)))
     except (ValueError, EmitError) as error:
-        raise PipelineError(f"{name} of shape {shape}: {error}") from None
+        raise PipelineError(f"cannot make a kernel {name} of shape {shape}: {error}") from None

@@ -63,8 +63,8 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
     copies = checkpoint.format == "gguf" and not options.adapter
     if checkpoint.encoding and not copies:
         raise PipelineError(
-            f"cannot write the embedding model {checkpoint.path} as GGUF, unless it is a GGUF file without an adapter; compile "
-            f"it: castiron compile --weights {options.weights}"
+            f"cannot write the embedding model {checkpoint.path} as GGUF; give a GGUF file without --adapter, or compile the "
+            f"model: castiron compile --weights {options.weights}"
         )
     # Reject an invalid checkpoint before anything is written.
     build_model(checkpoint, replace(options, context=1, prefill=(), batch=(), speculate=()))
@@ -79,7 +79,7 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
         with replace_file(out) as file:
             write_gguf(file, entries, tensors, lambda done: progress("quantise", done))
     except OSError as error:
-        raise PipelineError(f"{out} cannot be written: {reason(error)}") from None
+        raise PipelineError(f"cannot write {out}: {reason(error)}") from None
     codecs = dict(sorted(Counter(tensor.codec for tensor in tensors).items()))
     return Report(out, out.stat().st_size, codecs, round(time.perf_counter() - start, 3))
 
@@ -108,7 +108,7 @@ def _converted(file: GgufFile, tensor: Tensor, codec: str, names: list[str], imp
         try:
             return np.stack([convert(tensor.codec, part, codec, own) for part, own in zip(parts, of_parts)])
         except ValueError as error:
-            raise CheckpointError(f"{file.path}: {tensor.name}: {error}") from None
+            raise CheckpointError(f"cannot convert {tensor.name} of {file.path} to {codec}: {error}") from None
 
     return replace(tensor, codec=codec, read=read)
 

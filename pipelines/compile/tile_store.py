@@ -28,10 +28,10 @@ SCHEMA = 2
 
 @dataclass(frozen=True)
 class Key:
-    """The conditions of a measurement. Tiles are used only if all conditions are the same.
+    """The conditions of a measurement of tile sizes, which are used only under the same conditions.
 
     cpu: model of the CPU. isa: instruction set of the kernels. iree: version of IREE. kernels: hash
-    of the kernels' source files.
+    of the kernels' source files. threads: number of threads that run a kernel.
     """
 
     cpu: str
@@ -45,8 +45,9 @@ class Key:
 class Finding:
     """The result of tuning one matmul.
 
-    product: name of the matmul. tiles: the fastest tiles; None for the default tiles. gain: time
-    with the default tiles, divided by the time with the fastest tiles.
+    key: conditions of the measurement. product: name of the matmul. tiles: the fastest tile sizes;
+    None for the default ones. gain: time with the default tile sizes, divided by the time with the
+    fastest ones.
     """
 
     key: Key
@@ -66,17 +67,20 @@ def store_path() -> Path:
 
 
 def key_of(target: Target, threads: int) -> Key:
-    """Return the key of measurements on this machine, for a target and a number of threads."""
+    """Return the conditions of a measurement on this machine, for `target` and `threads`."""
     return Key(host_cpu(), target.isa, compiler_version(), sources_hash(*KERNEL_SOURCES)[:16], threads)
 
 
 def read_findings() -> tuple[Finding, ...]:
-    """Return all stored findings, () if the file cannot be read; PipelineError if it is invalid."""
+    """Return all stored results of `castiron tune`; () if the file is absent or cannot be read.
+
+    Raises PipelineError if the file's contents are invalid.
+    """
     path = store_path()
     try:
         value = json.loads(path.read_bytes())
         if not isinstance(value, dict) or value.get("schema") != SCHEMA:
-            raise RecordError(f"its 'schema' is not {SCHEMA}")
+            raise RecordError(f"the field 'schema' must be {SCHEMA}")
         return from_json(_Store, value).findings
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return ()
@@ -85,9 +89,9 @@ def read_findings() -> tuple[Finding, ...]:
 
 
 def add_findings(findings: Iterable[Finding]) -> bool:
-    """Store findings in the file; return whether it could be written.
+    """Store results of `castiron tune` in `tuned.json`; return whether the file could be written.
 
-    A new finding replaces an earlier one with the same key and matmul.
+    A new result replaces an earlier one for the same matmul under the same conditions.
     """
     found = {(finding.key, finding.product): finding for finding in (*read_findings(), *findings)}
     text = json.dumps(to_json(_Store(SCHEMA, tuple(found.values()))), indent=1)
@@ -99,7 +103,7 @@ def findings_of(key: Key) -> dict[str, Finding]:
 
 
 def tuned_tiles(options: Options, target: Target) -> TileFields:
-    """Return the stored tiles by matmul name; {} if these options do not use tuned tiles."""
+    """Return stored tile sizes by name of the matmul; {} if the options do not use them."""
     if not options.tuned or options.target != "host" or options.lowering != "kernels":
         return {}
     found = findings_of(key_of(target, options.threads_or_cores))

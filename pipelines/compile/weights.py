@@ -4,8 +4,9 @@ A codec is an element type or a quantisation, such as bf16 or q4_k. A mix, such 
 different codecs to different weights, as in llama.cpp (src/llama-quant.cpp). So a bundle is as
 large and as accurate as a GGUF file of the same type.
 
-An `Importance` maps a weight's name to factors, f32 [in]: how much quantisation errors count in
-each column (see `calibration`). For a weight without factors, all columns count equally.
+An `Importance` maps a weight's name to a factor for each column, f32 [in]. The factor is larger if
+quantisation errors in this column matter more (see `calibration`). For a weight without factors,
+all columns count equally.
 """
 
 from __future__ import annotations
@@ -67,26 +68,26 @@ def codecs_of(checkpoint: Checkpoint, weights: str, requantise: bool = False) ->
     matrices = [tensor for tensor in matrices if tensor.codec != _TRAINED]
     quantised = sorted({tensor.codec for tensor in matrices if codec_of(tensor.codec).quantised})
     if quantised and not requantise:
-        already = f"{checkpoint.path} is already quantised to {', '.join(quantised)}"
         raise CheckpointError(
-            f"{already}; give the checkpoint in f32, bf16 or f16, leave --weights {weights} out, or add --requantise, "
-            "which loses accuracy"
+            f"{checkpoint.path} is already quantised to {', '.join(quantised)}; give the checkpoint in f32, bf16 or f16, "
+            f"leave --weights {weights} out, or add --requantise, which loses accuracy"
         )
     wanted = _mixed(checkpoint, matrices, weights) if weights in MIXES else {}
     for tensor in matrices:
         # A convolution's filter has three dimensions, as a stack of all experts has.
         is_matrix = len(tensor.shape) == 2 or (len(tensor.shape) == 3 and ".experts." in tensor.name)
         if is_matrix and not _UNQUANTISED.fullmatch(tensor.name):
-            codec, features = _fitting(tensor, wanted.get(tensor.name, weights)), tensor.shape[-1]
+            codec, features = _fitting_codec(tensor, wanted.get(tensor.name, weights)), tensor.shape[-1]
             if row_bytes(codec, features) < row_bytes(tensor.codec, features):
                 codecs[tensor.name] = codec
     return codecs
 
 
-def _fitting(tensor: Tensor, codec: str) -> str:
-    """Return `codec`, or a codec with smaller blocks if its blocks do not divide a row.
+def _fitting_codec(tensor: Tensor, codec: str) -> str:
+    """Return a codec like `codec` whose blocks divide a row of the tensor.
 
-    If the smaller blocks do not divide a row either, return the tensor's codec.
+    This is `codec` itself, a codec with smaller blocks, or, if neither fits, the codec that the
+    tensor already has.
     """
     features = tensor.shape[-1]
     if features % codec_of(codec).block:
@@ -105,7 +106,7 @@ def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str
     }
 
     def more_bits(name: str, pattern: re.Pattern) -> bool:
-        """Return whether the tensor `name` gets more bits, because of its layer.
+        """Return whether a mix such as q4_k_m gives more bits to `name`, because of its layer.
 
         The layers with more bits are the first eighth, the last eighth, and every third between.
         """
@@ -139,7 +140,7 @@ def convert_tensor(checkpoint: Checkpoint, name: str, codec: str, importance: Im
     try:
         return convert(tensor.codec, tensor.data, codec, importance.get(name))
     except ValueError as error:
-        raise CheckpointError(f"{checkpoint.path}: {name}: {error}") from None
+        raise CheckpointError(f"cannot convert {name} of {checkpoint.path} to {codec}: {error}") from None
 
 
 def write_parameters(
@@ -162,7 +163,7 @@ def write_parameters(
 
 
 def pack_parameter(checkpoint: Checkpoint, param: Param, importance: Importance = UNIFORM) -> np.ndarray:
-    """Convert and pack the weights of one parameter into the array that the functions read."""
+    """Convert and pack the weights of one parameter into the array that compiled functions read."""
     # A parameter may name a tensor several times. Convert it only once, because quantising is slow.
     read = {source: convert_tensor(checkpoint, *source, importance) for source in dict.fromkeys(param.source.tensors)}
     return np.ascontiguousarray(param.source.pack(*(read[source] for source in param.source.tensors)))

@@ -1,4 +1,4 @@
-"""The queue of requests, which chooses the prompt to prefill next and the request for a slot."""
+"""The queue of requests: it chooses the prompt to prefill next and the request that gets a slot."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Candidate = tuple[int, int | None, Request]
 
 
 class Admission:
-    """The queue of requests, which chooses the request whose tokens are read next.
+    """The queue of requests, which chooses the request whose prompt the model reads next.
 
     It chooses by these criteria, in this order: the lowest `priority`; a client with fewer slots
-    than its equal share; the oldest request that was passed over `PATIENCE` times; the fewest
-    tokens left to read. While an older prompt with the same prefix is being read, a request waits
-    until the prefix is in the cache.
+    than its equal share; the oldest request, if others were chosen before it `PATIENCE` times; the
+    fewest tokens left to read. While an older prompt with the same prefix is being read, a request
+    waits until the prefix is in the cache. A slot is the KV cache of one sequence in the batch.
 
     `waiting`: requests without a slot, by priority, then in order of arrival. `prefilling`:
     requests whose prompt is being read, by slot. `decoding`: requests that generate tokens, by
@@ -60,9 +60,11 @@ class Admission:
         return None
 
     def next(self, forced: dict[int, Request]) -> tuple[int | None, Request] | None:
-        """Return the request whose tokens are read next, as (its slot or None, the request).
+        """Choose the request that the model reads next; return (its slot or None, the request).
 
-        `forced`: requests with unread tokens that a grammar forced, by slot.
+        A request without a slot must get one first. If no request has tokens to read, the result is
+        None. `forced`: {slot: request} of requests with tokens that a grammar has determined and
+        the model has not read.
         """
         found: list[Candidate] = [
             (len(request.unread(self.cache.sessions[slot].position)), slot, request)
@@ -103,7 +105,7 @@ class Admission:
         return slot if ready and ready[0][2].priority < priority else None
 
     def _for_free_slots(self, free: int) -> list[Candidate]:
-        """Return the waiting requests that may get a free slot next."""
+        """Return the waiting requests that may get one of the `free` slots next."""
         slots_of = Counter(r.client for r in self.running.values())
         share = ceil(self.slots / len({*slots_of, *(r.client for r in self.waiting)}))
         seen: Counter[str] = Counter()

@@ -14,7 +14,7 @@ from castiron.pipelines.errors import PipelineError
 
 
 class ConstraintError(PipelineError):
-    """Raised if the constraint of a text allows no token of the vocabulary."""
+    """Raised if a constraint forbids all tokens of the vocabulary, or the token to append."""
 
 
 class Constraint(Protocol):
@@ -50,7 +50,7 @@ class Constraint(Protocol):
 
 
 class TokenFilter:
-    """A constraint that forbids tokens."""
+    """A constraint that delays stop tokens, and excludes given tokens and sequences of tokens."""
 
     done = False
     forced: tuple[int, ...] = ()
@@ -131,10 +131,10 @@ class Chooser:
         return self._pick(argmax, logits, False)[0]
 
     def pick_if_certain(self, argmax: int, logits: Callable[[], np.ndarray]) -> int | None:
-        """Return the token that `pick` would return, or None if rounding could change it.
+        """Return the token that `pick` would return, or None if rounding errors could change it.
 
         The functions of a bundle (prefill, decode, verify) add numbers in different orders, so
-        their logits differ slightly by rounding. The arguments are those of `pick`.
+        their logits have different rounding errors. The arguments are those of `pick`.
         """
         token, certain = self._pick(argmax, logits, True)
         return token if certain else None

@@ -39,10 +39,10 @@ ALL_KINDS = -1
 
 
 class Ngrams:
-    """A predictor that proposes the tokens after an earlier occurrence of the text's last tokens.
+    """A predictor that finds the text's last tokens earlier in the text and proposes what followed.
 
-    Source: prompt lookup (Saxena 2023). `length`: number of last tokens that match the earlier
-    occurrence, 0 without a match. `end`: index in `tokens` of the token after that occurrence.
+    Source: prompt lookup (Saxena 2023). `tokens`: the text. `length`: number of last tokens that
+    also occur earlier, 0 without a match. `end`: index in `tokens` after the earlier occurrence.
     """
 
     def __init__(self, tokens: Sequence[int] = ()):
@@ -95,9 +95,10 @@ class Ngrams:
 class HitRates:
     """The acceptance rates of proposals: for each kind of proposal, the fraction that was right.
 
-    The rates are weighted means, in which later proposals count more. `prior`: initial rate of each
-    kind, which counts as `CASES` proposals. `decay`: a factor below 1. Each new proposal multiplies
-    the weights of earlier proposals by this factor.
+    A kind is an index, such as a class of confidence. The rates are weighted means, in which later
+    proposals count more. `prior`: initial rate of each kind, which counts as much as `CASES`
+    proposals. `decay`: a factor below 1, by which each new proposal multiplies the weights of
+    earlier proposals.
     """
 
     CASES = 4.0
@@ -110,7 +111,7 @@ class HitRates:
         return self._hits[kind] / self._cases[kind]
 
     def learn(self, kind: int, right: bool) -> None:
-        """Update the rate of `kind` with a new proposal, which was right or wrong."""
+        """Update the acceptance rate of `kind` with a new proposal, which was right or wrong."""
         self._hits[kind] = self._hits[kind] * self._decay + right
         self._cases[kind] = self._cases[kind] * self._decay + 1
 
@@ -175,8 +176,8 @@ class Guess:
 class Draft:
     """A draft model, which reads the end of a text and proposes the next tokens.
 
-    `self.costs`: call times of the target model. `self.saved`: seconds that the proposals saved in
-    earlier texts. These values and the acceptance rates of proposals are not reset for a new text.
+    `self.costs`: times of calls of the target model. `self.saved`: seconds by which proposals made
+    earlier texts faster. These values and the acceptance rates are kept from text to text.
     """
 
     def __init__(self, session: Session, vocab: int, clock: Callable[[], float] = time.perf_counter):
@@ -231,12 +232,12 @@ class Draft:
                 self._rates.learn(kind, right)
 
     def plan(self, text: list[int], seconds: float) -> tuple[int, float] | None:
-        """Decide how much of `text` the draft model reads, within a limit of `seconds`.
+        """Decide how much of `text` the draft model reads, in at most `seconds`.
 
         Returns (index of the first token to read, seconds that reading takes), or None if reading
-        takes longer than the limit. Tokens that the draft model has already read take no time. Of a
-        long text, only the last `WINDOW` tokens are read, unless reading more takes at most a
-        quarter of the limit.
+        takes longer than `seconds`. Tokens that the draft model has already read take no time. Only
+        the last `WINDOW` tokens of a long text are read, unless reading more takes at most
+        `seconds` / 4.
         """
         affordable, length = int(min(seconds / self._read_seconds, 1e9)), len(text)
         cached = length - self._start
@@ -306,9 +307,10 @@ class Draft:
         return argmax
 
     def _agree(self, text: list[int]) -> int:
-        """Return how many tokens of `text`, from index `self._start` on, have been read.
+        """Return how many tokens of `text` the draft model has already read, from `self._start` on.
 
-        The last token of `text` does not count: it is read again, because its logits are needed.
+        `self._start` is the index at which it began. The last token of `text` does not count: it is
+        read again, because its logits are needed.
         """
         if text is not self._text:
             self._text, self._agreed = text, 0

@@ -39,15 +39,15 @@ class SingleSlot:
 
 
 class Engine:
-    """The owner of a model's states (KV caches), which runs requests in its slots.
+    """An engine that runs requests on a model, one in each slot (the KV cache of one sequence).
 
         engine = Engine("build/model")
         for request, event in engine.submit(Request(prompt, engine.context, max_tokens=64)):
             ...
 
-    A slot runs one request at a time. The engine has no thread of its own. A thread that waits for
-    events runs turns of the scheduler, each of which advances all requests. If another thread is
-    running a turn, the waiting thread waits until this turn ends.
+    The engine has no thread of its own. A thread that waits for events runs the scheduler, in
+    turns, each of which advances all requests. If another thread is running a turn, the waiting
+    thread waits until this turn ends.
     """
 
     def __init__(
@@ -135,7 +135,8 @@ class Engine:
     def _turn(self, scheduler: Scheduler) -> None:
         """Run one turn of the scheduler, and pass the events of requests to their streams.
 
-        The caller holds the lock of `_turn_ended`, which is released during the turn.
+        The caller holds the lock `self._turn_ended`. It is released while the turn runs, so that
+        other threads can wait for the end of the turn.
         """
         self._in_turn = True
         self._turn_ended.release()

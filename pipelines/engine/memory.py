@@ -45,9 +45,9 @@ def needed(manifest: Manifest, slots: int = 1) -> Needed:
 
 
 def state_bytes(states: Iterable[State], context: int, max_context: int) -> int:
-    """Return the bytes of a sequence's states (KV cache) that `context` positions use.
+    """Return the bytes that a sequence of `context` tokens uses in its states (KV cache).
 
-    `max_context`: number of positions that the states have space for.
+    `states`: the states of one sequence, with space for `max_context` tokens.
     """
     used = {"positional": context / max_context}
     return sum(int(state.nbytes * used.get(state.kind, 1)) for state in states)

@@ -14,10 +14,10 @@ from castiron.vmfb.session import Session, move_to
 
 @dataclass(frozen=True)
 class Paused:
-    """A copy of the states (KV cache) of a preempted request.
+    """A copy of the states (KV cache) of a preempted request, which continues from it later.
 
     `rows`: an array for each state. `position`: number of tokens in the states. `chunked_tokens`:
-    number of tokens at the start of the text that were read in full calls of the widest prefill
+    how many of them, from the start of the text, were read in full calls of the widest prefill
     function. `prefilling`: whether a part of the prompt has not been read yet.
     """
 
@@ -44,22 +44,23 @@ REWRITTEN = 16
 class PrefixCache:
     """The prefix cache, which reuses the states (KV caches) of the slots for later prompts.
 
-    States stay in a slot after the end of the request that computed them. A prompt that continues
-    the text in a slot reuses the slot's states in place. A prompt that shares only a prefix of this
-    text gets a copy of the states in another slot. If `store`, on disk, has a longer prefix of the
-    prompt than every slot, and this saves at least one prefill call, the states are read from disk.
+    A slot has the states of one sequence, also after the request that computed them has ended. A
+    prompt that continues the text in a slot uses this slot. A prompt that shares only a prefix of
+    the text gets a copy of the states in another slot. If `store`, on disk, has a longer prefix of
+    the prompt than every slot, and this saves at least one prefill call, the states are read from
+    disk.
 
-    `self.sessions`: the session of each slot. `self.tokens`: token ids in each slot, i32 [slots,
-    context]; ids after the position of the slot's session are meaningless. `self.scores`: the
-    log-probabilities of the tokens in each slot, from index 1 on. Only requests with
+    `self.sessions`: the session of each slot. `self.tokens`: the text in each slot, as token ids,
+    i32 [slots, context]; only the first `sessions[slot].position` ids are valid. `self.scores`: for
+    each slot, the log-probabilities of the text's tokens except the first. Only requests with
     prompt_logprobs compute scores, and they reuse only a prefix that has scores.
     """
 
     def __init__(self, sessions: Sequence, store: PrefixStore | None = None, score_width: int = 1):
-        """Create an empty cache.
+        """Create an empty cache for slots with the given sessions.
 
-        score_width: number of tokens in each model call that computes log-probabilities of a
-        prompt.
+        store: a further cache, on disk. score_width: number of tokens that a model call reads when
+        a request needs the log-probabilities of its prompt.
         """
         self.sessions, self.store, self.score_width = sessions, store, score_width
         self.tokens = np.zeros((len(sessions), sessions[0].context), np.int32)
@@ -71,8 +72,8 @@ class PrefixCache:
     def cached_in(self, prompt: np.ndarray, slot: int, top: int | None = None) -> int:
         """Return how many of the first tokens of `prompt`, i32 [n], can be reused from a slot.
 
-        `top`: `prompt_logprobs` of the request, or None. If it is a number, a token can be reused
-        only if its log-probability and those of the `top` most probable tokens are cached.
+        `top`: the option prompt_logprobs of the request, or None. If it is a number, a token can be
+        reused only if its log-probability and those of the `top` most probable tokens are cached.
         """
         session, scores = self.sessions[slot], self.scores[slot]
         found = common_prefix(self.tokens[slot, : session.position], prompt)
@@ -82,7 +83,7 @@ class PrefixCache:
         return session.reachable(found)
 
     def scored_positions(self, cached: int) -> int:
-        """Return how many of `cached` tokens a request with prompt_logprobs can reuse.
+        """Return how many of a slot's `cached` tokens a request with prompt_logprobs can reuse.
 
         Such a request reads its prompt in calls of `self.score_width` tokens, and reuses only the
         tokens of complete calls. The call with the last cached token is repeated, because the
@@ -93,7 +94,7 @@ class PrefixCache:
     def longest(self, prompt: np.ndarray, top: int | None = None) -> int:
         """Return the length of the longest prefix of `prompt` in a slot or in the store on disk.
 
-        `top`: `prompt_logprobs` of the request, or None.
+        `top`: the option prompt_logprobs of the request, or None.
         """
         return max(*self._cached(prompt, top), self._on_disk(prompt, top))
 
@@ -106,9 +107,10 @@ class PrefixCache:
         return [self.cached_in(prompt, slot, top) for slot in range(len(self.sessions))]
 
     def _on_disk(self, prompt: np.ndarray, top: int | None) -> int:
-        """Return how many tokens of `prompt` the store on disk has.
+        """Return how many of the first tokens of `prompt` are in the store on disk.
 
-        Returns 0 if `top` is given, because the store has no log-probabilities.
+        `top`: the option prompt_logprobs of the request, or None. If it is a number, the result is
+        0, because the store has no log-probabilities.
         """
         return self.store.lookup(self.sessions[0], prompt) if self.store and top is None else 0
 
@@ -141,9 +143,9 @@ class PrefixCache:
         return slot, best
 
     def _storable(self, source: Session, prompt: np.ndarray, cached: int) -> int:
-        """Return how many of the `cached` tokens in `source` to reuse.
+        """Return how many of the `cached` tokens of `prompt` to reuse from the session `source`.
 
-        If the store is about to store a state of `prompt`, only full prefill chunks are reused,
+        If a longer prefix of `prompt` will be stored on disk, only full prefill chunks are reused,
         because the store accepts only states that were computed in full chunks.
         """
         start = min(source.chunked_tokens, cached // self.store.width * self.store.width)

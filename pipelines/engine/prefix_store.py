@@ -34,10 +34,11 @@ LISTED_SECONDS = 1.0
 
 
 class PrefixStore:
-    """A store of the states of prefixes for one bundle; several processes may share `directory`.
+    """A store on disk for the states of one bundle's long prefixes; processes may share it.
 
         store = PrefixStore(directory, bundle.manifest)
-        known = store.take(session, prompt)
+        known = store.take(session, prompt)  # loads the longest stored prefix
+        # After each chunk, `offer` stores the states if they are likely to be needed again.
         session.prefill(prompt[known:], progress=lambda *_: store.offer(session, prompt))
 
     A state is the KV cache, and any recurrent states, after a prefix of a text. A chunk is the
@@ -45,11 +46,11 @@ class PrefixStore:
     chunk. So a run that continues from it makes the same calls as a run from the start, and
     computes logits with the same bits.
 
-    A state is stored only if it has at least `MIN_CHUNKS` chunks and `min_tokens` tokens, and if no
-    stored state already contains more than half of these chunks. The state of a recurrent model
-    cannot be cut to its first tokens, so another state is written where two prompts diverge. If the
-    states in `directory` exceed `max_bytes`, the least recently used ones are removed. A state that
-    cannot be read or written is reported on stderr.
+    A state is stored only if it has at least `MIN_CHUNKS` chunks and `min_tokens` tokens, and if it
+    is at least twice as long as the text's longest stored prefix. The state of a recurrent model
+    cannot be cut to its first tokens, so another state is stored where two prompts begin to differ.
+    If the states in `directory` exceed `max_bytes`, the least recently used ones are removed.
+    Failures to read or write a state are printed on stderr.
     """
 
     def __init__(self, directory: Path | str, manifest: Manifest, max_bytes: int = MAX_BYTES, min_tokens: int = 0):
@@ -61,7 +62,7 @@ class PrefixStore:
             # Prompts can be read from states: only the owner may read them.
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise PipelineError(f"cannot create --prefix-cache {directory}: {reason(error)}") from None
+            raise PipelineError(f"cannot create the directory {directory} of --prefix-cache: {reason(error)}") from None
         self._known: dict[str, StateFile] = {}
         self._rejected: set[str] = set()
         # When to list the folder again, in `time.monotonic` seconds.
@@ -122,7 +123,7 @@ class PrefixStore:
             self.save(session, prompt[:position])
 
     def will_store(self, session: Session, prompt: np.ndarray, start: int) -> bool:
-        """Return whether a state of `prompt` after position `start` will be stored.
+        """Return whether a state will be stored while `session` reads `prompt` from `start` on.
 
         This assumes that all chunks from `start` on will be full.
         """

@@ -106,7 +106,7 @@ class Output(Protocol):
     def finish(self, end: Finished, last: Token | None) -> list[Event]:
         """Return the last events of the request; the very last is `end` or a changed copy of it.
 
-        `last`: the stop token that ended the request, or None if no event should report it.
+        `last`: the stop token, if the events must report it; otherwise None.
         """
         ...
 
@@ -228,7 +228,10 @@ class Request:
         return self.chooser.forced and self.top_logprobs is None and self.finish_reason is None
 
     def unread(self, position: int) -> Sequence[int]:
-        """Return the tokens of prompt or answer that a session at `position` has not read."""
+        """Return the tokens that the model has not read yet: the rest of the prompt, or of the answer.
+
+        position: number of tokens of prompt and answer that the model has read.
+        """
         return self.tokens[max(0, position - len(self.prompt)) :] if position >= len(self.prompt) else self.prompt[position:]
 
     def advance(self, argmax: int, logits: Callable[[], np.ndarray], chosen: int | None = None) -> list[Event]:

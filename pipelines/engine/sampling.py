@@ -105,7 +105,7 @@ class Sampling:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the choice needs more than the token with the largest logit."""
+        """Whether a choice needs all logits, and not only the index of the largest one."""
         return self.is_random or self.repeat_penalty != 1 or self.shifts_logits
 
     @property
@@ -158,8 +158,7 @@ def _number(generation: Mapping[str, Any], name: str) -> float | None:
 
 
 def _invalid(reason: object) -> PipelineError:
-    remedy = "correct generation_config.json and compile it again"
-    return PipelineError(f"the model's generation_config is invalid ({reason}): {remedy}")
+    return PipelineError(f"invalid generation_config.json of the model: {reason}; correct it, and compile the model again")
 
 
 class Sampler:
@@ -179,7 +178,7 @@ class Sampler:
     def pick(
         self, logits: np.ndarray, history: Sequence[int], counts: Mapping[int, int] = {}, check: bool = False
     ) -> tuple[int, bool]:
-        """Return (the next token, whether it is certain). Rounding cannot change a certain token.
+        """Return (the next token, whether it is certain: rounding errors cannot change it).
 
         The options are applied in this order: OpenAI's penalties and biases, then, as in llama.cpp,
         repeat penalty, top-k, top-p, min-p and temperature. Of tokens with equal logits, the lowest
@@ -189,7 +188,7 @@ class Sampler:
             logits: f32 [vocab].
             history: the tokens of prompt and answer so far.
             counts: how often each token was generated.
-            check: whether the caller needs to know if the token is certain.
+            check: whether the caller reads the second result; if false, it may be wrong.
         """
         sampling = self.sampling
         if sampling.shifts_logits:
@@ -208,15 +207,16 @@ class Sampler:
         return int(order[index]), certain
 
     def used(self) -> None:
-        """Move on to the next random number."""
+        """Draw the random number for the next token; call this after a token has been chosen."""
         self.number = self.random.random()
 
 
 def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
-    """Draw an index with probabilities in proportion to `weight`; `number`: random, in [0, 1).
+    """Draw an index with probabilities in proportion to `weight`.
 
-    Returns (the index, whether rounding of the weights cannot change it). Rounding cannot change
-    the index if `number` is at least NEAR_DRAWN away from the numbers that select other indices.
+    number: a random number in [0, 1), which selects the index. Returns (the index, whether it is
+    certain). It is certain if `number` is at least NEAR_DRAWN away from the numbers that select
+    other indices, so that rounding of the weights cannot change it.
     """
     # Running sums over a complete vocabulary are slow, so a block is drawn first, then an index in
     # the block.
@@ -234,7 +234,11 @@ def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
 
 
 def lead(logits: np.ndarray) -> float:
-    """Return the difference of the two largest `logits` [n], divided by the largest |logit|."""
+    """Return by how much the largest of `logits` [n] leads, relative to the largest |logit|.
+
+    The lead is the difference of the two largest logits. If it is small, rounding errors could
+    change which logit is the largest.
+    """
     best = int(logits.argmax())
     largest, smallest = logits[best], logits.min()
     if np.isinf(smallest):
@@ -343,9 +347,9 @@ def log_probabilities(logits: np.ndarray, token: int, count: int) -> Score:
 def score_width(widths: Sequence[int], max_width: int) -> int:
     """Return how many tokens a call should read if the logits after every token are needed.
 
-    widths: numbers of tokens that verify functions take. The result is the largest width up to
-    `max_width`, or else the smallest width. If there are no widths, the result is 1 (a decode
-    step).
+    widths: numbers of tokens that the bundle's verify functions, which return all these logits,
+    read in a call. The result is the largest width up to `max_width`, or else the smallest width.
+    If there are no widths, the result is 1 (a decode step).
     """
     return max((width for width in widths if width <= max_width), default=min(widths, default=1))
 

@@ -24,7 +24,7 @@ class Observer:
     """A receiver of the scheduler's events, in the thread that called `Scheduler.turn`."""
 
     def started(self, request: Request) -> None:
-        """Called when a request gets a slot; `request.cached` is already set."""
+        """Called when a request gets a slot; `request.cached` (reused tokens) is already set."""
 
     def stepped(self) -> None:
         """Called after each decode step, which serves all requests that generate tokens."""
@@ -61,20 +61,21 @@ class ModelFailed(PipelineError):
 
 
 class Scheduler:
-    """The scheduler, which runs requests in the slots of a batch.
+    """A scheduler for continuous batching: it runs requests in the slots of a batch.
 
-    Only one thread at a time may call `turn`. A turn reads one chunk of one prompt, and decodes one
-    token of each other request, so a long prompt delays the others by only one chunk at a time. A
-    turn that copies a prefix from another slot, or reads it from disk, reads no chunk. Tokens that
-    a constraint forces are read in one call, like a chunk.
+    A slot is the KV cache of one sequence. Only one thread at a time may call `turn`. A turn reads
+    one chunk of one prompt, and decodes one token of each other request, so a long prompt delays
+    the others by only one chunk at a time. A turn that copies a prefix from another slot, or reads
+    it from disk, reads no chunk. Tokens that a constraint forces are read in one call, like a
+    chunk.
 
     If reading a prompt fails, only its request ends. If a decode step fails, all requests in this
-    step end. A preempted request loses its slot and continues later from a copy of its states. With
-    `draft` or `ngrams`, a request uses speculative decoding while no other request runs.
+    step end. A preempted request loses its slot and continues later from a copy of its KV cache.
+    With `draft` or `ngrams`, a request uses speculative decoding while no other request runs.
 
     Args:
         batch: a `castiron.vmfb.batch.Batch` or a `SingleSlot`, which nothing else may use.
-        store: store on disk for the states of prefixes.
+        store: store on disk for the states (KV cache) of prefixes.
         draft: draft model for speculative decoding.
         ngrams: whether to speculate that the text repeats earlier text (prompt lookup).
         fill_slots: whether a turn reads the prompts of all requests that have a slot or can get
@@ -146,7 +147,11 @@ class Scheduler:
         return request.unread(self.batch.slots[slot].position)
 
     def _read(self, forced: dict[int, Request], events: Events) -> bool:
-        """Read the next chunk of a prompt or of forced tokens; return whether there was one."""
+        """Read the next chunk of a prompt or of forced tokens; return whether any were read.
+
+        `forced`: {slot: request} of requests with unread tokens that a constraint has determined.
+        `events`: list to which new events are appended.
+        """
         if (chosen := self.requests.next(forced)) is None:
             return False
         slot, request = chosen

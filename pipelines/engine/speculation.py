@@ -38,9 +38,10 @@ PASSES = 8
 
 
 def match_kind(length: int) -> int:
-    """Return the kind of an n-gram match of `length` tokens, an index in the table `FOLLOWED`.
+    """Return the class of an n-gram match: 0 for a length of 2 or 3 tokens, up to 4 for 32 or more.
 
-    The kind decides which rate of right proposals is assumed.
+    The acceptance rate of proposals is measured for each class, because long matches are right more
+    often.
     """
     return min(length, MAX_MATCH).bit_length() - 2
 
@@ -60,12 +61,14 @@ class SourceStats:
 
 @dataclass
 class Pass:
-    """One call of the model, which reads the last token of the text and proposed tokens.
+    """One call of the model in speculative decoding, with its results.
 
-    `argmaxes[i]`: the most probable token after `tokens[i]`. `source`: "ngram", "draft" or None.
-    `before`: snapshot of the session before the call, None without proposals. `guesses`: proposals
-    of the draft model. `taken`: number of tokens chosen from this pass. `doubtful`: whether a
-    decode step had to choose the last token, because rounding could have changed it.
+    `tokens`: the tokens that were read, which are the text's last token and proposed tokens.
+    `argmaxes[i]`: the most probable token after `tokens[i]`. `source`: "ngram" or "draft"; None
+    without proposals. `before`: snapshot of the session before the call, None without proposals.
+    `guesses`: proposals of the draft model. `seconds`: duration. `taken`: number of new tokens that
+    were chosen with the logits of this call. `doubtful`: whether rounding could have changed the
+    last of them, so that a decode step computed its logits again.
     """
 
     tokens: list[int]
@@ -129,7 +132,7 @@ class Speculator:
         return {"passes": self.passes, "draft_share": round(self.draft_share, 4), "sources": sources}
 
     def run(self, unread: Sequence[int]) -> Iterator[list[Event]]:
-        """Run one pass, which chooses one or several tokens; yield the events of each token.
+        """Call the model once, which gives one or several tokens; yield the events of each token.
 
         unread: the last tokens of the text, which the session has not read.
         """
@@ -176,7 +179,7 @@ class Speculator:
         self._until -= 1
 
     def _choose(self, found: Pass, at: int) -> tuple[int, Callable[[], np.ndarray], int]:
-        """Choose the token after `found.tokens[at]`.
+        """Choose the token after `found.tokens[at]`, where `found` is a call of the model.
 
         Returns (token with the largest logit, function that returns the logits, chosen token).
         Verify calls and decode steps add numbers in different orders. If that could change the
@@ -231,7 +234,7 @@ class Speculator:
         return min(width for width in self.widths if width > count)
 
     def _plan(self) -> tuple[str | None, int]:
-        """Return ("ngram" or "draft", number of proposals) for the next pass, or (None, 0)."""
+        """Return ("ngram" or "draft", number of proposals) for the next model call, or (None, 0)."""
         free = self.session.context - self.session.position
         widest = max((width for width in self.widths if width <= free), default=1)
         left = self.request.limit - len(self.request.tokens)
@@ -257,7 +260,7 @@ class Speculator:
         return max(options, default=(0.0, 0))
 
     def _plan_draft(self, widest: int, left: int, other: float) -> int:
-        """Return how many tokens the draft model should propose in the next pass.
+        """Return how many tokens the draft model should propose for the next model call.
 
         Returns 0 if proposals would be slower and it is not yet time to try the draft again.
         widest: max width of a call. left: max tokens that the request may still generate. other:
@@ -296,17 +299,18 @@ class Speculator:
         return self.costs.of(self._width(count)) + count * self.draft.step_seconds
 
     def _rate(self, guesses: Sequence[Guess], count: int, more_seconds: float = 0.0) -> float:
-        """Return the expected tokens per second of a pass with `count` draft-model proposals.
+        """Return the expected tokens per second of a model call with `count` draft proposals.
 
-        guesses: the proposals that are known; for the others, average rates are assumed.
-        more_seconds: seconds that the draft model still needs.
+        guesses: the proposals made so far; for the missing ones, the draft model's average
+        acceptance rate is assumed. more_seconds: seconds that the draft model needs apart from
+        making proposals.
         """
         assert self.draft
         padded = [*guesses[:count], *[None] * (count - len(guesses))]
         return expected_tokens(map(self.draft.acceptance, padded)) / (self._cost(count) + more_seconds)
 
     def _draft_pass(self, token: int, longest: int) -> Pass:
-        """Return a pass with up to `longest` proposals of the draft model.
+        """Call the model to check up to `longest` proposals of the draft model.
 
         The draft stops when another proposal would lower the expected tokens per second.
         """

@@ -61,7 +61,11 @@ def bench(
 
 
 def add_peers(engines: dict[str, Engine], against: Sequence[str], source: Path) -> dict[str, str]:
-    """Add the engines that can run the model `source`; return {other engine: why it cannot run}."""
+    """Add the engines of the list `against` that can run the model; return why the others cannot.
+
+    engines: engines by name, to which new ones are added. source: path of the model. Returns {name
+    of an engine that was not added: reason}.
+    """
     from castiron.reference.peers import PEERS
 
     missing = {}

@@ -103,7 +103,7 @@ class Worker:
             result, error = self.pipe.recv()
         except (EOFError, ConnectionError):
             self.process.join()
-            raise EngineError(self.engine, "", self.process.exitcode) from None
+            raise EngineError(self.engine, "the process ended without an error message", self.process.exitcode) from None
         if error is not None:
             self.close()
             raise EngineError(self.engine, error, None)
@@ -159,8 +159,8 @@ def measure(
 
     An engine that fails is removed from `engines`. If castiron fails, EngineError is raised.
 
-    Returns the limits of the machine, with a value for each round, and {failed engine: error
-    message}.
+    Returns ({"read_gb_s": values, "peak_gflop_s": values}, {failed engine: error message}). The
+    values are the machine's read bandwidth and peak speed, measured in each round.
     """
     workers: dict[str, Worker] = {}
     limits: dict[str, list[float]] = {"read_gb_s": [], "peak_gflop_s": []}

@@ -95,7 +95,7 @@ def test_a_damaged_fetch_is_rejected_and_removed(toy, cache):
     data[part.offset + part.size - 1] ^= 1
     memory = fsspec.filesystem("memory")
     memory.pipe_file("/spoilt.castiron", bytes(data))
-    with pytest.raises(BundleError, match="invalid bundle at memory://spoilt.castiron"):
+    with pytest.raises(BundleError, match="invalid bundle at memory://spoilt.castiron; replace it"):
         bundle_at("memory://spoilt.castiron")
     assert fetched(cache) == []
 

@@ -80,5 +80,5 @@ def test_rejects_texts_that_cannot_be_embedded(embedding, tmp_path):
         session.logits()
     with pytest.raises(SessionError, match="--embed"):
         Session(toy_text.write(tmp_path / "toy"), 1).embed([1])
-    with pytest.raises(EmitError, match="embed takes distinct sizes from 2 to 512"):
+    with pytest.raises(EmitError, match="give distinct sizes from 2 to 512"):
         options_of(embed=1)
