@@ -151,7 +151,7 @@ def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool 
     expected = source.get("sha256")
     if expected and checkpoint_sha256(path) != expected:
         raise PipelineError(
-            f"{path} is not the checkpoint that {bundle.path} was compiled from (its sha256 differs); give that one with "
+            f"{path} is not the checkpoint that {bundle.path} was compiled from (its sha256 differs); give the original with "
             "--checkpoint, or compile again"
         )
     return path

@@ -136,7 +136,7 @@ class Embedder:
         self, texts: Iterable[Given], prompt_name: str | None = None, prompt: str | None = None,
         dimensions: int | None = None,
     ) -> np.ndarray:  # fmt: skip
-        """Return the vectors of texts, f32 [texts, dimensions]; print how many were truncated.
+        """Return the embeddings of texts, f32 [texts, dimensions]; print how many were truncated.
 
         prompt: a text to put before each text, instead of the model's prompt `prompt_name`.
         """

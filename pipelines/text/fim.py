@@ -65,11 +65,11 @@ class Fim:
     def prompt(
         self, prefix: str, suffix: str, files: Sequence[tuple[str, str]] = (), max_tokens: int | None = None
     ) -> list[int]:
-        """Return the token ids of a prompt.
+        """Return the token ids of a prompt, after which the model generates the text in the middle.
 
         Args:
-            prefix, suffix: the texts before and after the answer. Spellings of special tokens in
-                them are encoded as plain text.
+            prefix, suffix: the texts before and after the answer. Special tokens in them are
+                encoded as plain text.
             files: (name, text) of other files.
             max_tokens: max length of the prompt. To shorten a prompt, files are left out, starting
                 with the first one. Then the start of the prefix and the end of the suffix are cut

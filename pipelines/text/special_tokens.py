@@ -30,7 +30,7 @@ DEEPEST = 60
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer, and other tokens that its chat template uses as marks."""
+    """The special tokens of a tokenizer, and tokens such as <think> that its chat template uses."""
 
     def __init__(self, tokenizer: Any, template: str, answers: Collection[str] = ()):
         """Collect the tokens whose text in a message must be encoded as plain text.
@@ -163,9 +163,9 @@ class SpecialTokens:
 
 
 class Spellings:
-    """A case-insensitive search for spellings of special tokens in a text.
+    """A case-insensitive search for texts of special tokens, such as "<|im_end|>", in a text.
 
-    It also finds incomplete spellings at the start and at the end of the text.
+    It also finds incomplete special tokens at the start and at the end of the text.
     """
 
     def __init__(self, words: Collection[str]):

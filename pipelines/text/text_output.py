@@ -37,7 +37,7 @@ class TextToken(Token):
 
 @dataclass(frozen=True)
 class Delta(Event):
-    """The event of new text: answer, reasoning and tool calls, and the tokens of this text."""
+    """An event with new text: answer, reasoning, parts of tool calls, and their tokens."""
 
     text: str = ""
     tokens: tuple[TextToken, ...] = ()
@@ -207,7 +207,7 @@ class TextOutput:
         self._pending.append(TextToken(token.id, token.logprob, token.top, self._decoded))
 
     def _release(self, text: str, rest: bool = False) -> list[Event]:
-        """Append text; return events with the text that is now final.
+        """Append decoded text; return events with the text that later text can no longer change.
 
         rest: whether no more text follows.
         """
