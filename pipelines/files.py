@@ -40,12 +40,15 @@ def read_regular(path: Path) -> bytes:
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise OSError(errno.EFBIG, f"larger than {MAX_BYTES // 10**6} MB, the limit for such a file", str(path))
+        raise OSError(errno.EFBIG, f"the file is larger than the limit of {MAX_BYTES // 10**6} MB", str(path))
     return data
 
 
 def has_too_many_values(text: str | bytes, limit: int = MAX_VALUES) -> bool:
-    """Return whether a JSON text may have more than `limit` values. The text is not parsed."""
+    """Return whether a JSON text may have more than `limit` values, to be called before parsing.
+
+    The estimate counts commas and opening brackets, also inside strings.
+    """
     marks = ",[{" if isinstance(text, str) else (b",", b"[", b"{")
     return sum(map(text.count, marks)) > limit
 

@@ -19,7 +19,7 @@ from castiron.pipelines.engine.request import DEFAULT_MAX_TOKENS, Request
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError, check_names, did_you_mean
 from castiron.pipelines.evaluate.perplexity import own_accuracy
-from castiron.pipelines.text.embedder import NO_RERANKER, Embedder, cut_to
+from castiron.pipelines.text.embedder import RERANKERS, Embedder, cut_to
 from castiron.pipelines.text.generation import (
     Prompt,
     Result,
@@ -53,8 +53,8 @@ Pooling = Literal["mean", "last"]
 POOLINGS = get_args(Pooling)
 
 
-class Asking(TypedDict, total=False):
-    """The options of `Model.generate` and similar methods; `Model` describes them."""
+class GenerationOptions(TypedDict, total=False):
+    """Options of `Model.generate` and the other methods that generate; `Model` describes them."""
 
     max_tokens: int | None
     stop_strings: str | Iterable[str]
@@ -149,40 +149,40 @@ class Model:
         return f"<castiron.Model {self.name}: {self.family}, context {self.context}, {threads}, functions {functions}>"
 
     @overload
-    def generate(self, prompts: OnePrompt, **asking: Unpack[Asking]) -> Result: ...  # type: ignore[overload-overlap]
+    def generate(self, prompts: OnePrompt, **options: Unpack[GenerationOptions]) -> Result: ...  # type: ignore[overload-overlap]
     @overload
-    def generate(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> list[Result]: ...
-    def generate(self, prompts: Prompt | Iterable[Prompt], **asking: Unpack[Asking]) -> Result | list[Result]:
+    def generate(self, prompts: Iterable[Prompt], **options: Unpack[GenerationOptions]) -> list[Result]: ...
+    def generate(self, prompts: Prompt | Iterable[Prompt], **options: Unpack[GenerationOptions]) -> Result | list[Result]:
         """Generate the answer to a prompt, or the answers to a list of prompts, in the same order.
 
         Several prompts run in one batch. If a single prompt cannot run, PipelineError is raised. If
         one of several prompts cannot run, its result has an `error`.
         """
         if not is_prompt(prompts):
-            return sorted(self.generate_many(cast(Iterable[Prompt], prompts), **asking), key=lambda result: result.index)
-        (result,) = self.generate_many([cast(Prompt, prompts)], **asking)
+            return sorted(self.generate_many(cast(Iterable[Prompt], prompts), **options), key=lambda result: result.index)
+        (result,) = self.generate_many([cast(Prompt, prompts)], **options)
         if result.error:
             raise result.error
         return result
 
-    def generate_many(self, prompts: Iterable[Prompt], **asking: Unpack[Asking]) -> Iterator[Result]:
-        """Yield the result of each prompt when its answer is complete.
+    def generate_many(self, prompts: Iterable[Prompt], **options: Unpack[GenerationOptions]) -> Iterator[Result]:
+        """Yield the result of each prompt as soon as its answer is complete.
 
-        The next prompt is taken from `prompts` when a slot is free.
+        Several prompts run at a time. When one is complete, the next is taken from `prompts`.
         """
-        return generate_many(self._open_engine(), prompts, self._requests(asking))
+        return generate_many(self._open_engine(), prompts, self._requests(options))
 
-    def chat(self, messages: str | Sequence[Message], **asking: Unpack[Asking]) -> Result:
+    def chat(self, messages: str | Sequence[Message], **options: Unpack[GenerationOptions]) -> Result:
         """Generate the answer to a conversation. A string is sent as one user message."""
-        return self.generate([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, **asking)
+        return self.generate([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, **options)
 
-    def stream(self, prompt: Prompt, **asking: Unpack[Asking]) -> Stream:
+    def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> Stream:
         """Generate the answer to a prompt; return an iterator over pieces of its text.
 
         The model runs only while the caller waits for a piece. Closing the iterator ends the
         request.
         """
-        engine, make_request = self._open_engine(), self._requests(asking)
+        engine, make_request = self._open_engine(), self._requests(options)
         if self.tokenizer is None:
             raise PipelineError(f"{self.name} has no tokenizer and cannot stream text; use generate, which returns token ids")
         return Stream(engine, make_request(prompt))
@@ -239,9 +239,12 @@ class Model:
         return rows[0] if one else rows
 
     def _pooled(self, texts, prompt_name, prompt, dimensions, pooling, normalise) -> np.ndarray:
-        """Return the embeddings of a model that generates text."""
+        """Return embeddings of `texts` by a model that generates text, f32 [texts, dimensions].
+
+        The arguments are those of `embed`.
+        """
         if prompt_name is not None:
-            raise PipelineError(f"{self.name} has no prompts for embeddings; put a prefix before the texts yourself")
+            raise PipelineError(f"{self.name} has no prompt {prompt_name!r}; give its text with the argument prompt")
         pooling, normalise = pooling or "mean", normalise is not False
         if not (known := self.bundle.manifest.widths("embed")):
             raise PipelineError(f"{self.name} has no embed functions; compile it with --embed 128, or load it with embed=128")
@@ -270,18 +273,22 @@ class Model:
         embeddings. Raises PipelineError for a model that generates text.
         """
         if self._embedder is None:
-            raise PipelineError(f"{self.name} {'is closed; load it again' if self.bundle.manifest.encoder else NO_RERANKER}")
+            if self.bundle.manifest.encoder:
+                raise PipelineError(f"{self.name} is closed; load it again")
+            raise PipelineError(f"{self.name} generates text and cannot rerank; rerank with {RERANKERS}")
         return self._embedder.rerank(query, documents)
 
     def _encoded(self, texts, prompt_name, prompt, dimensions, pooling, normalise) -> np.ndarray:
         embedder = self._embedder
         if embedder is None:
-            raise PipelineError("this model is closed; load it again")
+            raise PipelineError(f"{self.name} is closed; load it again")
         facts = embedder.facts
         if pooling not in (None, facts.pooling) or normalise not in (None, facts.normalised):
             length = "of length 1" if facts.normalised else "not of length 1"
-            fixed = f"always pools by {facts.pooling} and returns vectors {length}"
-            raise PipelineError(f"{self.name} {fixed}; remove the arguments pooling and normalise")
+            raise PipelineError(
+                f"{self.name} always pools by {facts.pooling} and returns vectors {length}; remove the arguments pooling and "
+                "normalise"
+            )
         return embedder.embed(texts, prompt_name, prompt, dimensions)
 
     def close(self) -> None:
@@ -302,16 +309,16 @@ class Model:
         _ = self._engine.scheduler
         return self._engine
 
-    def _requests(self, asking: Asking) -> Callable[[Prompt], Request]:
-        engine, options = self._open_engine(), dict[str, Any](asking)
-        check_names(options, Asking.__annotations__)
+    def _requests(self, given: GenerationOptions) -> Callable[[Prompt], Request]:
+        engine, options = self._open_engine(), dict[str, Any](given)
+        check_names(options, GenerationOptions.__annotations__)
         limit = options.pop("max_tokens", DEFAULT_MAX_TOKENS)
         stops = options.pop("stop_strings", ())
         stops = stops if isinstance(stops, str) else tuple(stops)
         stop_tokens, template_args = options.pop("stop_tokens", None), options.pop("template_args", {})
         structure = {name: value for name in STRUCTURES & options.keys() if (value := options.pop(name)) is not None}
         if structure and self.tokenizer is None:
-            raise PipelineError(f"{self.name} has no tokenizer, which structured output needs; remove {', '.join(structure)}")
+            raise PipelineError(f"{self.name} has no tokenizer, but structured output needs one; remove {', '.join(structure)}")
         compact = options.pop("compact_json", False)
         grammar = self.tokenizer.grammar(**structure, compact_json=compact) if structure and self.tokenizer else None
         sampling = replace(options.pop("sampling", Sampling()), **options)

@@ -18,7 +18,7 @@ from castiron.pipelines.api.schemas import EmbeddingsRequest, TokenizeRequest
 from castiron.pipelines.engine.sampling import Sampling, model_sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import variables_of
-from castiron.pipelines.text.embedder import NO_RERANKER
+from castiron.pipelines.text.embedder import RERANKERS
 from castiron.pipelines.text.tokenizer import COUNTED, Tokenizer, tokenizer_errors
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.manifest import Manifest
@@ -107,7 +107,8 @@ class ModelApi:
         )
 
     async def _cannot_rank(self, _: Any) -> Any:
-        raise ApiError(400, f"{self.names[0]} cannot rank documents: it {NO_RERANKER}", "model", "model_not_supported")
+        message = f"{self.names[0]} generates text and cannot rerank; rerank with {RERANKERS}"
+        raise ApiError(400, message, "model", "model_not_supported")
 
     rerank = score = _cannot_rank
 

@@ -21,12 +21,12 @@ from castiron.pipelines.compile.weights import QUANTISED
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate.perplexity import (
     PERCENTILES,
-    Rows,
-    bundle_rows,
+    LogitsFunction,
+    bundle_logits,
     chunks_of,
     compare,
     likelihoods,
-    llama_cpp_rows,
+    llama_cpp_logits,
     perplexity,
     statistics,
     text_name,
@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
     bundle, manifest = bundle.with_context(max(args.context, bundle.manifest.max_context)), bundle.manifest
     chunks = chunks_of(tokens_of(bundle, args.text), args.context, args.chunks, manifest.tokens.bos)
     session = Session(bundle, threads=args.threads)
-    rows, base = bundle_rows(session), None
+    rows, base = bundle_logits(session), None
     with Progress() as progress:
         evaluating = lambda done, total: progress("evaluating", done / total)
         if args.against is None:
@@ -132,7 +132,7 @@ def arithmetic(numerics: str, cache: str) -> str:
     return numerics + f", cache of {cache}" * (cache != "f32")
 
 
-def hf_rows(checkpoint: Path, weights: str, threads: int, adapter: Path | None) -> Rows:
+def hf_logits(checkpoint: Path, weights: str, threads: int, adapter: Path | None) -> LogitsFunction:
     """Return a function that runs HF transformers on a text, and yields its logits."""
     model = load_reference(checkpoint, weights, threads, adapter)
 
@@ -147,7 +147,9 @@ def hf_rows(checkpoint: Path, weights: str, threads: int, adapter: Path | None) 
     return rows
 
 
-def base_of(bundle: Bundle, named: str, context: int, threads: int, checkpoint: str | None = None) -> tuple[str, Rows]:
+def base_of(
+    bundle: Bundle, named: str, context: int, threads: int, checkpoint: str | None = None
+) -> tuple[str, LogitsFunction]:
     """Return the name of the base model, and a function that yields its logits for a text.
 
     named: the value of --against: hf, llama.cpp or the path of a bundle. context: number of tokens
@@ -157,7 +159,7 @@ def base_of(bundle: Bundle, named: str, context: int, threads: int, checkpoint: 
     if named == "hf":
         # HF's weights are not quantised, so that the divergence shows the cost of quantisation. A float type is applied.
         weights = "native" if bundle.manifest.weights in QUANTISED else bundle.manifest.weights
-        return "HF transformers", hf_rows(checkpoint_of(bundle, checkpoint), weights, threads, adapter_of(bundle))
+        return "HF transformers", hf_logits(checkpoint_of(bundle, checkpoint), weights, threads, adapter_of(bundle))
     if named == "llama.cpp":
         import llama_cpp  # noqa: F401  A missing package is reported first.
 
@@ -166,11 +168,11 @@ def base_of(bundle: Bundle, named: str, context: int, threads: int, checkpoint: 
         source = checkpoint_of(bundle, checkpoint, any_format=True)
         if source.is_dir():
             raise PipelineError(f"llama.cpp reads only GGUF files, but {source} is a directory; give one with --checkpoint")
-        return named, llama_cpp_rows(source, context, threads)
+        return named, llama_cpp_logits(source, context, threads)
     other = open_bundle(named)
     tokenizers = [load_tokenizer(each).backend.to_str() for each in (bundle, other) if each.tokenizer]
     if other.manifest.vocab != bundle.manifest.vocab or len(set(tokenizers)) > 1:
         raise PipelineError(f"{other.path} and {bundle.path} have different vocabularies; compare bundles of the same model")
     other = other.with_context(max(context, other.manifest.max_context))
     name = f"{other.path} ({arithmetic(other.manifest.numerics, other.manifest.cache)})"
-    return name, bundle_rows(Session(other, threads))
+    return name, bundle_logits(Session(other, threads))

@@ -102,7 +102,7 @@ def main(args: argparse.Namespace) -> int:
         )
         if len(bundles) > 1 or args.keep is not None:
             keep = KEEP if args.keep is None else args.keep
-            pool = ModelPool(bundles, open_one, keep=keep, typed=args.bundle, limits=limits, forget=metrics.forget)
+            pool = ModelPool(bundles, open_one, keep=keep, arguments=args.bundle, limits=limits, forget=metrics.forget)
             how = "each opened when a request names it"
         else:
             (bundle,), draft = bundles, open_model(args.draft, args, draft=True) if args.draft else None

@@ -22,7 +22,7 @@ from castiron.pipelines.batch.records import Conversion, Outcome, Record
 from castiron.pipelines.cluster.bundle_source import BundleSource, Stored, bundle_at, store
 from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.errors import PipelineError, user_errors
-from castiron.pipelines.model import Asking, Model
+from castiron.pipelines.model import GenerationOptions, Model
 from castiron.pipelines.terminal import print_message
 from castiron.pipelines.text.generation import Result
 from castiron.vmfb.bundle import Bundle, open_bundle
@@ -65,7 +65,7 @@ class Generate:
 
     def __init__(
         self, bundle: BundleSource, *, prompt: str = "prompt", messages: str = "messages", threads: int | None = None,
-        **options: Unpack[Asking],
+        **options: Unpack[GenerationOptions],
     ):  # fmt: skip
         """Load the bundle.
 

@@ -1,6 +1,6 @@
-"""Time one kernel with operands like those in a model, and compare it with the machine's limits.
+"""Time a single kernel on random operands, and compare its speed with the machine's limits.
 
-The parameter `progress` is called with (name of a stage, fraction done).
+Functions call the callback `progress` with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ Progress = Callable[[str, float], None]
 
 
 def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, position: int) -> dict[str, np.ndarray]:
-    """Return random operands of a kernel by name; ids of experts and tokens are 0, 1, 2, ...
+    """Return random values for the operands of a kernel, by operand name.
 
-    sizes: the numbers in --shape. position: KV cache position of the first token.
+    Operands that are ids of tokens or experts are not random, but 0, 1, 2, and so on.
+
+    codec: format of the weights. sizes: the numbers in --shape, such as [1536, 576]. tokens: number
+    of tokens of a call. position: KV cache position of the first token.
     """
     rng = np.random.default_rng(0)
     full = {"length": tokens, "start": position, "position": position, "counters": 0}
@@ -74,7 +77,11 @@ def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, posi
 
 @dataclass(frozen=True)
 class KernelRun:
-    """A kernel to time at a KV cache position; settings: what --json prints about the kernel."""
+    """A kernel to time, and the options that it was built with.
+
+    settings: these options, such as shape and codec, as --json prints them. position: KV cache
+    position of the first token of each timed call.
+    """
 
     kernel: Kernel
     settings: Mapping[str, Any]
@@ -84,10 +91,11 @@ class KernelRun:
 def kernel_run(
     kind: str, shape: str, tokens: int | None, codec: str, numerics: str, threads: int, context: int, cache: str = "f32"
 ) -> KernelRun:
-    """Return a kernel for this machine, selected by the options of `castiron bench --kernel`.
+    """Build the kernel that the options of `castiron bench --kernel` describe, for this machine.
 
-    kind: a key of KINDS. shape: for example "1536x576". tokens: None for the default of the kind.
-    The result's position is the last one at which this many tokens fit in the context.
+    kind: a key of KINDS, such as "gemv". shape: for example "1536x576". tokens: tokens of a call,
+    None for the default of the kind. context: size of the KV cache in tokens; the kernel is timed
+    at the last position at which the tokens of a call fit.
     """
     from castiron.vmfb.targets import resolve
 
@@ -106,7 +114,10 @@ def kernel_run(
 
 
 def measure(run: KernelRun, rounds: int, machine: Any, progress: Progress) -> dict[str, Any]:
-    """Time a kernel and measure the machine's limits; return the object that --json prints."""
+    """Time a kernel and measure the machine's limits; return the object that --json prints.
+
+    rounds: number of measurements of the kernel and of each limit.
+    """
     kernel, settings, position = run.kernel, run.settings, run.position
     threads, codec = settings["threads"], settings["codec"]
     progress("compiling the kernel", 0.0)

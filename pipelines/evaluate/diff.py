@@ -21,17 +21,17 @@ from castiron.reference import hf, interpreter
 def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, lowering: str = "portable") -> dict[str, Any]:
     """Compare castiron's and HF's activations for the prompt `tokens`, module by module.
 
-    castiron's graph runs in the NumPy interpreter.
+    castiron's graph runs in the NumPy interpreter. A module is a PyTorch module of the HF model.
 
     Returns:
-        The object that `castiron diff --json` prints. modules: for each module, in execution order,
-        the max absolute difference, divided by the root mean square of HF's values. first: the
-        first module whose difference exceeds `tolerance`, or None. operations: (kind, module path)
-        of the operations that may cause this difference; they are between the last equal module and
-        the end of `first`.
+        The object that `castiron diff --json` prints. equal: whether no difference exceeds
+        `tolerance`. modules: for each module, in execution order, the max absolute difference,
+        divided by the root mean square of HF's values. first: path of the first module whose
+        difference exceeds `tolerance`, or None. operations: (kind, module path) of the operations
+        that may cause this difference: those after the preceding module, up to the end of `first`.
     """
     if checkpoint.encoding:
-        raise CheckpointError(f"{checkpoint.path} is an embedding model; castiron diff compares models that generate text")
+        raise CheckpointError(f"{checkpoint.path} is an embedding model; give castiron diff a model that generates text")
     width = len(tokens)
     options = Options(context=width, lowering=lowering, prefill=(width,), batch=(), speculate=())
     model = build_model(checkpoint, options)
@@ -58,9 +58,11 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
 
 
 def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence[int]) -> dict:
-    """Run `function` of `module` on the prompt `tokens` in the NumPy interpreter.
+    """Run a function of the IR `module` in the NumPy interpreter; return the output of each layer.
 
-    Returns {module path: (execution index, result)} of the last f32 operation in each module.
+    The result is {path of a layer or submodule, such as model.layers.3: (number of the operation in
+    execution order, f32 array)}. The array is the result of the last f32 operation with this path.
+    tokens: the prompt.
     """
     body = module.functions[function]
     states = [np.zeros(state.shape, DTYPES[state.dtype].numpy) for state in body.states]
@@ -85,10 +87,11 @@ def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence
 
 
 def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
-    """Return the max absolute difference, divided by the root mean square of `theirs`.
+    """Return the max absolute difference of two activations, relative to the size of `theirs`.
 
-    If `ours` has only one token, it is compared with the last token in `theirs`. If the
-    sizes to compare differ, the result is None.
+    The difference is divided by the root mean square of `theirs`. Both arrays are [tokens, ...]. If
+    `ours` has only one token, it is compared with the last token of `theirs`. Returns None if the
+    arrays have different sizes.
     """
     rows = theirs.reshape(len(theirs), -1) if theirs.ndim > 1 else theirs[None]
     mine = ours.reshape(len(ours), -1)

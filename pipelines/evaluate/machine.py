@@ -57,7 +57,10 @@ _PEAK_OF = {
 
 
 def chains_of(isa: Isa) -> int:
-    """Return how many accumulators hide the latency of a multiply-add and fit in registers."""
+    """Return the number of independent accumulators with which probes measure peak arithmetic.
+
+    They are enough to hide the latency of a multiply-add, and few enough to stay in registers.
+    """
     return 24 if isa.lanes == 4 else 12
 
 
@@ -165,21 +168,21 @@ def _matrix(isa: Isa) -> Kernel:
 def _probe(
     name: str, x: TensorType, result: tuple[int, ...], write: Callable[..., None], *, flops: int = 0, nbytes: int = 0
 ) -> Kernel:
-    """Return a probe kernel with operand x and result y; a workgroup computes one row of y.
+    """Return a kernel from operand `x` to result `y`, to measure one limit of the machine.
 
-    flops, nbytes: the FLOP of a call, and the bytes that it reads. write: emits the kernel's body,
-    as write(body, x, y).
+    result: shape of y; each workgroup computes one row. flops, nbytes: operations of one call, and
+    bytes that it reads. write: function that emits the kernel's MLIR, called with (body, x, y).
     """
     y = {"y": TensorType(result, F32)}
     return Kernel(f"probe_{name}", {"x": x}, y, result[0], write, dict, flops=flops, nbytes=nbytes)
 
 
 class TimedKernel:
-    """A kernel that is compiled for this machine, with its operands.
+    """A kernel compiled for this machine, with its operands in memory, to be timed.
 
-    results: result arrays by name, except results that are updated in place. copies: copies of the
-    operands, by name. Each call uses the next copy, so that large operands are not in the CPU's
-    cache.
+    results: the arrays of the kernel's results, by name, except those of operands that are updated
+    in place. copies: equal copies of the operands; each is {name: array}. Calls use the copies in
+    turn, so that large operands are read from memory, as in a model, and not from the CPU's cache.
     """
 
     def __init__(self, kernel: Kernel, values: Mapping[str, np.ndarray], threads: int):
@@ -251,10 +254,11 @@ class Machine:
             self.probes[limit] = TimedKernel(kernel, {"x": values}, threads)
 
     def measure(self, limit: str, seconds: float = LOAD_SECONDS) -> float:
-        """Measure a limit of the machine for `seconds`; return 0 if the CPU cannot run the probe.
+        """Measure and return a limit of the machine; 0 if the CPU lacks the instructions.
 
-        limit: `read_gb_s` in GB/s, or a key of PEAKS in 10^9 operations/s; a multiply-add is two
-        operations.
+        limit: "read_gb_s" for the memory bandwidth in GB/s, or a key of PEAKS for a peak rate of
+        arithmetic in 10^9 operations/s. A multiply-add is two operations. seconds: how long to
+        measure.
         """
         if (probe := self.probes.get(limit)) is None:
             return 0.0
@@ -262,18 +266,23 @@ class Machine:
 
 
 def peak_of(kernel: str) -> str:
-    """Return the key of PEAKS for the arithmetic of a kernel, given the kernel's name.
+    """Return the peak rate that limits a kernel, as a key of PEAKS; `kernel` is the kernel's name.
 
-    Exact matmuls on matrix units split each f32 activation into at least three bf16 parts, so they
-    reach at most a third of the bf16 peak.
+    The key depends on the number format in which the kernel multiplies. A kernel with
+    `_bf16_split_` in its name computes with three or more bf16 numbers for each f32 activation, so
+    it reaches at most a third of the peak.
     """
     return next((peak for part, peak in _PEAK_OF.items() if part in kernel), "peak_gflop_s")
 
 
 def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: Mapping[str, float]) -> tuple[str, float | None]:
-    """Return a kernel's limit ("memory", "compute" or "cache"), and the fraction it reaches.
+    """Return what limits a kernel's speed, and the fraction of this limit that the kernel reaches.
 
-    If the kernel reads faster than memory can, the result is ("cache", None).
+    The first result is "memory" or "compute", as in a roofline model. If the kernel reads faster
+    than memory can, the results are "cache" and None.
+
+    kernel: the kernel's name. nbytes, flops, seconds: bytes read, operations and time of one call.
+    limits: results of `Machine.measure` by name.
     """
     reading, computing = nbytes / limits["read_gb_s"] / 1e9, flops / limits[peak_of(kernel)] / 1e9
     bound = "compute" if computing >= reading else "memory" if reading <= seconds else "cache"
@@ -281,23 +290,30 @@ def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: M
 
 
 def of_limit(row: Mapping[str, Any]) -> str:
-    """Return the fraction of its limit that a kernel reaches as text: "75%", "in cache" or "?"."""
+    """Return, as text, the fraction of its limit that a kernel reaches: "75%", "in cache" or "?".
+
+    row: the results of `bound_of` under "bound" and "limit_share".
+    """
     if row["bound"] == "cache":
         return "in cache"
     return "?" if row["limit_share"] is None else f"{row['limit_share']:.0%}"
 
 
 def amount(kernel: Mapping, unit: str, position: int) -> int:
-    """Return the FLOP or bytes of one call of a kernel at KV cache position `position`.
+    """Return the FLOP or the bytes of one kernel call at KV cache position `position`.
 
-    unit: "flops" or "bytes". kernel[unit]: [amount at position 0, increase per position, maximum].
+    unit: "flops" or "bytes". kernel[unit]: three numbers, which are the amount at position 0, the
+    increase from each position to the next, and the maximum.
     """
     start, step, end = kernel[unit]
     return min(start + step * position, max(start, end))
 
 
 def describe(limits: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return CPU name, cores, memory in GB, operating system, and the medians of `limits`."""
+    """Return facts about this machine: CPU, cores, memory in GB, operating system and limits.
+
+    limits: measurements of each limit, by name; the result has their medians, and all under "runs".
+    """
     import platform
 
     from castiron.vmfb.cpu import host_cpu, physical_cores
@@ -314,6 +330,6 @@ def describe(limits: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict:
-    """Return the median, min and max of measurements, and the measurements in order."""
+    """Return the median, min, max and all values of measurements, in the order of measurement."""
     digits = [round(value, 3) for value in values]
     return {"median": round(statistics.median(values), 3), "min": min(digits), "max": max(digits), "values": digits}

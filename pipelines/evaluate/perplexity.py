@@ -35,7 +35,7 @@ SHORT_CHUNKS, SHORT_CONTEXT = 2, 256
 Progress = Callable[[int, int], None]
 # A function of (tokens, first) that yields a model's logits, f32 [vocab], after each of `tokens[first:]`. Each array is
 # valid until the next one is read.
-Rows = Callable[[Sequence[int], int], Iterator[np.ndarray]]
+LogitsFunction = Callable[[Sequence[int], int], Iterator[np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,11 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def compare_row(logits: np.ndarray, base: np.ndarray, token: int) -> tuple[float, float, float, bool]:
-    """Compare the logits [vocab] of two models at one token; return the fields of `Compared`."""
+    """Compare the logits [vocab] of a model and a base model at one position of a text.
+
+    token: the next token of the text. Returns (negative log-likelihood of `token` in the model, the
+    same in the base model, KL divergence, whether both models have the same most probable token).
+    """
     q, p = log_softmax(logits), log_softmax(base)
     return -float(q[token]), -float(p[token]), float(np.exp(p) @ (p - q)), bool(q.argmax() == p.argmax())
 
@@ -81,8 +85,9 @@ def perplexity(nll: np.ndarray) -> dict[str, float]:
 def statistics(found: Compared) -> dict:
     """Return the statistics that `llama-perplexity --kl-divergence` prints, by name.
 
-    Probabilities are from 0 to 1. As in llama.cpp, the error of the perplexity ratio includes the
-    covariance of the two models.
+    A statistic is {"mean", "error"}; the error is the standard error. Probabilities are from 0 to
+    1, not percentages. As in llama.cpp, the error of the perplexity ratio takes into account that
+    the likelihoods of the two models are correlated.
     """
     log_ratio = mean_and_error(found.nll - found.nll_base)
     ratio = float(np.exp(log_ratio["mean"]))
@@ -103,21 +108,28 @@ def statistics(found: Compared) -> dict:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the text; targets: the next token of the text for each of `tokens[first:]`."""
+    """A part of a text, in which the model predicts the tokens after position `first`.
+
+    tokens: the input of the model. targets: the correct next token after each of `tokens[first:]`.
+    """
 
     tokens: list[int]
     targets: list[int]
     first: int
 
 
-def llama_cpp_rows(checkpoint: Path, context: int, threads: int) -> Rows:
-    """Return a function that runs llama.cpp on a text, and yields its logits."""
+def llama_cpp_logits(checkpoint: Path, context: int, threads: int) -> LogitsFunction:
+    """Open a GGUF file in llama.cpp, and return a function that computes its logits for a text.
+
+    The function is called with (token ids, first), and yields the logits, f32 [vocab], after each
+    of the tokens from index `first` on. context: max tokens of a text.
+    """
     from castiron.reference.peers import open_llama
 
     try:
         llama = open_llama(checkpoint, threads, context, logits_all=True)
     except ValueError as error:
-        raise PipelineError(f"llama.cpp cannot read {checkpoint}: {error}") from None
+        raise PipelineError(f"llama.cpp cannot read {checkpoint}: {error}; give a GGUF file that it supports") from None
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
         llama.reset()
@@ -127,11 +139,12 @@ def llama_cpp_rows(checkpoint: Path, context: int, threads: int) -> Rows:
     return rows
 
 
-def bundle_rows(session: Session, steps: bool = False) -> Rows:
-    """Return a function that yields a bundle's logits, f32 [vocab], after each token of a text.
+def bundle_logits(session: Session, steps: bool = False) -> LogitsFunction:
+    """Return a function that computes a bundle's logits for a text.
 
-    steps: whether to compute the logits with decode_step, one token per call, instead of the verify
-    functions, several tokens per call.
+    The function is called with (token ids, first), and yields the logits, f32 [vocab], after each
+    of the tokens from index `first` on. steps: whether to compute one token per call, with the
+    function `decode_step`; by default, a verify function computes several tokens per call.
     """
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
@@ -179,7 +192,7 @@ def chunks_of(tokens: Sequence[int], context: int, max_chunks: int | None = None
     begins with the token `bos`, the first token of every chunk is replaced by `bos`.
     """
     if context < 4:
-        raise PipelineError(f"--context is {context}; a chunk needs at least 4 tokens")
+        raise PipelineError(f"--context is {context}, but a chunk needs at least 4 tokens; give a larger --context")
     if max_chunks is not None and max_chunks < 1:
         raise PipelineError(f"--chunks is {max_chunks}; it must be at least 1")
     if len(tokens) < 2 * context:
@@ -196,28 +209,40 @@ def chunks_of(tokens: Sequence[int], context: int, max_chunks: int | None = None
     return found
 
 
-def _scored(chunks: Sequence[Chunk], progress: Progress, *models: Rows) -> Iterator[tuple]:
+def _scored(chunks: Sequence[Chunk], progress: Progress, *models: LogitsFunction) -> Iterator[tuple]:
     for done, chunk in enumerate(chunks):
         progress(done, len(chunks))
         yield from zip(*(model(chunk.tokens, chunk.first) for model in models), chunk.targets, strict=True)
     progress(len(chunks), len(chunks))
 
 
-def likelihoods(model: Rows, chunks: Sequence[Chunk], progress: Progress = lambda done, total: None) -> np.ndarray:
-    """Return the negative log-likelihood of every scored token, f64 `[tokens]`."""
+def likelihoods(model: LogitsFunction, chunks: Sequence[Chunk], progress: Progress = lambda done, total: None) -> np.ndarray:
+    """Return the negative log-likelihood of every scored token, f64 [tokens].
+
+    model: a function that yields logits, as `bundle_logits` returns it. progress: called with
+    (chunks done, all chunks).
+    """
     return np.array([-log_softmax(logits)[token] for logits, token in _scored(chunks, progress, model)])
 
 
-def compare(model: Rows, base: Rows, chunks: Sequence[Chunk], progress: Progress = lambda done, total: None) -> Compared:
-    """Return the statistics of a model and a base model for every scored token."""
+def compare(
+    model: LogitsFunction, base: LogitsFunction, chunks: Sequence[Chunk], progress: Progress = lambda done, total: None
+) -> Compared:
+    """Return the statistics of a model and a base model for every scored token.
+
+    model, base: functions that yield logits, as `bundle_logits` returns them. progress: called with
+    (chunks done, all chunks).
+    """
     found = [compare_row(*each) for each in _scored(chunks, progress, model, base)]
     return Compared(*map(np.array, zip(*found, strict=True)))
 
 
 def own_accuracy(bundle: Bundle, progress: Progress = lambda done, total: None) -> Accuracy | None:
-    """Compare the logits of functions for several tokens with the logits of decode steps.
+    """Measure how much a bundle's logits depend on the function that computes them.
 
-    Returns None if the bundle's text is too short.
+    A bundle has functions that read several tokens per call, and `decode_step`, which reads one.
+    Their logits are compared on two short chunks of the default text. Returns None if this text is
+    shorter.
     """
     context = min(SHORT_CONTEXT, bundle.manifest.context)
     try:
@@ -225,7 +250,7 @@ def own_accuracy(bundle: Bundle, progress: Progress = lambda done, total: None) 
     except PipelineError:
         return None
     session = Session(bundle)
-    compared = compare(bundle_rows(session), bundle_rows(Session(session.program), steps=True), chunks, progress)
+    compared = compare(bundle_logits(session), bundle_logits(Session(session.program), steps=True), chunks, progress)
     found = statistics(compared)
     kld, same = found["kld"], found["same_top_p"]
     return Accuracy(

@@ -1,7 +1,7 @@
 """Write GGUF files with random weights in the shapes of known models to the cache.
 
-llama.cpp can read these files too.
-The parameter `progress` is called with (name of a stage, fraction done).
+llama.cpp can read these files too. Functions call the callback `progress` with (name of a stage,
+fraction done).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def random_checkpoint(name: str, codec: str, progress: Progress) -> Path:
     Q4_K_M.
     """
     if (config := SHAPES.get(name)) is None:
-        raise PipelineError(f"unknown shape: {name}; without --kernel, --shape takes {', '.join(SHAPES)}")
+        raise PipelineError(f"unknown shape: {name}; use {', '.join(SHAPES)}, or add --kernel")
     if codec not in gguf_file.GGML_TYPE:
         raise PipelineError(f"unknown codec: {codec}; --codec takes {', '.join(gguf_file.GGML_TYPE)}")
     header, tensors = gguf_parts(checkpoint_of(name, config), "q4_k_m" if codec == "q4_k" else codec)
@@ -110,7 +110,8 @@ def checkpoint_of(name: str, config: dict[str, Any]) -> Checkpoint:
 def gguf_parts(checkpoint: Checkpoint, weights: str) -> tuple[bytes, list[Tensor]]:
     """Return the header bytes of a GGUF file, and its tensors with random data.
 
-    The metadata has a vocabulary size but no tokens, so llama.cpp generates placeholder tokens.
+    checkpoint: the names and shapes of the tensors. weights: codec of the matrices. The metadata
+    has a vocabulary size but no tokens, so llama.cpp generates placeholder tokens.
     """
     (architecture, _), config = gguf_export.architecture_for(checkpoint), gguf_export.flat_config(checkpoint.config)
     vocab = read_config(checkpoint.config).vocab
@@ -192,9 +193,10 @@ def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndar
 
 @cache
 def random_tile(codec_name: str) -> np.ndarray:
-    """Return about TILE_BYTES of random blocks in a codec, u8; a tensor consists of copies.
+    """Return about TILE_BYTES of random weights in a codec, as u8 [bytes].
 
-    The number of blocks is odd. Otherwise many rows would have the same content.
+    Large tensors repeat these bytes, because random numbers for all weights would take too long.
+    The number of blocks is odd, so that few rows of a tensor have the same content.
     """
     codec = codec_of(codec_name)
     blocks = TILE_BYTES // codec.block_bytes | 1
@@ -202,5 +204,5 @@ def random_tile(codec_name: str) -> np.ndarray:
 
 
 def tiled_rows(codec_name: str, rows: int, in_features: int) -> np.ndarray:
-    """Return weights in a codec, u8 [rows, row_bytes], that consist of copies of `random_tile`."""
+    """Return weights in a codec, u8 [rows, row_bytes], that repeat the bytes of `random_tile`."""
     return np.resize(random_tile(codec_name), (rows, row_bytes(codec_name, in_features)))

@@ -1,11 +1,12 @@
 """Search for tile sizes that make a model's matmuls faster on this machine.
 
-Matmuls are timed inside the model's own functions, with its weights. Each round compiles one
-module, in which every matmul has one candidate for its tiles. IREE's profiler then times this
-module and the module with default tiles in turns. After all rounds, the fastest candidate of each
-matmul is timed again. The candidate is used if it is faster again, and if a bundle with all such
-candidates generates the same tokens.
-The parameter `progress` is called with (name of a stage, fraction done).
+Matmuls are timed inside the model's own functions, with its weights. A candidate is a set of tile
+sizes for one matmul. Each round compiles the model with one candidate for every matmul. IREE's
+profiler then times this model and the model with default tiles alternately. After all rounds, the
+fastest candidate of each matmul is timed again. It is used if it is faster than the default again,
+and if a bundle with all fastest candidates generates the same tokens.
+
+Functions call the callback `progress` with (name of a stage, fraction done).
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Bench:
         self.model, self.options, self.directory = model, options, directory
         checkpoint = open_source(model, options, progress)
         if checkpoint.encoding:
-            raise PipelineError(f"{checkpoint.path} is an embedding model, which castiron tune does not support")
+            raise PipelineError(f"{checkpoint.path} is an embedding model; give castiron tune a model that generates text")
         self._layers = build_model(checkpoint, options)
         names = list(self._layers.functions)
         if unknown := sorted(set(functions) - set(names)):
@@ -95,11 +96,17 @@ class Bench:
         return open_bundle(self.directory / name)
 
     def matmuls(self) -> dict[str, MatmulSearch]:
-        """Return {matmul's name: new search}; a search uses the first function with the matmul."""
+        """Return a `MatmulSearch` without results for each matmul of the model, by name.
+
+        If several functions of the model have the matmul, it is timed in the first of them.
+        """
         return {name: MatmulSearch(matmul, function) for name, (matmul, function, _) in self.kernels.items()}
 
     def gains(self, tiles: TilesByMatmul, repeats: int) -> dict[str, tuple[float, float]]:
-        """Return (seconds with default tiles, speed-up with `tiles`) of each matmul in `tiles`."""
+        """Return (seconds with default tiles, speed-up with `tiles`) of each matmul in `tiles`.
+
+        repeats: number of times that both are measured; the shortest time of each counts.
+        """
         module = self._lowered(tiles)
         candidate = self.directory / "candidate.vmfb"
         compile_mlir(print_module(module), self.target, candidate, cache_dir=self.directory)
@@ -187,7 +194,10 @@ _STEPS: dict[str, Steps] = {"together": _NEXT, "chains": _NEXT, "rows": _NEXT}
 
 
 def neighbours(matmul: Matmul, isa: Isa, threads: int) -> Iterator[Tiles]:
-    """Yield tiles that differ from the default tiles in one field and give a different kernel."""
+    """Yield the candidates for a matmul: tile sizes that differ from the default ones in one field.
+
+    Candidates that would compile to the same kernel are left out.
+    """
     default = default_tiles(matmul, isa, threads)
     seen = {None, _code(matmul, isa, threads, default)}
     for tile in fields(default):
@@ -207,7 +217,10 @@ def _code(matmul: Matmul, isa: Isa, threads: int, tiles: Tiles) -> str | None:
 
 
 def prompts_of(bundle: Bundle) -> list[list[int]]:
-    """Return up to PROMPTS prompts of `castiron verify` that fit in the context, as token ids."""
+    """Return up to PROMPTS prompts, as token ids, to compare the tokens of two bundles.
+
+    They are the default prompts of `castiron verify`, without those too long for the context.
+    """
     context = bundle.manifest.context
     limit = context - TOKENS - max(bundle.manifest.widths("verify"), default=0)
     if found := [tokens for _, tokens in encoded_prompts(bundle) if len(tokens) <= limit][:PROMPTS]:
@@ -216,7 +229,11 @@ def prompts_of(bundle: Bundle) -> list[list[int]]:
 
 
 def answers(bundle: Bundle, threads: int, prompts: list[list[int]]) -> list[list[int]]:
-    """Return the tokens that decode, verify and batch functions generate after `prompts`."""
+    """Return the tokens that a bundle generates after `prompts`, one list for each of several runs.
+
+    The runs call all kinds of decoding functions: for one token, for several tokens of a sequence
+    (verify functions), and for several sequences (batch functions).
+    """
     session, found = Session(bundle, threads), []
     for prompt in prompts:
         tokens = greedy(session, prompt, TOKENS)

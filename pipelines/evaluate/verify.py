@@ -77,7 +77,7 @@ def _prompt(line: str, where: str) -> Prompt:
         raise PipelineError(f"{where} starts with {{ but is not JSON ({error}); correct the line") from None
     text, tokens = value.get("prompt", ""), value.get("tokens", [])
     if unknown := sorted(set(value) - {"name", "prompt", "tokens", "raw"}):
-        raise PipelineError(f"{where} has the unknown key {unknown[0]!r}; use name, prompt, tokens or raw")
+        raise PipelineError(f"unknown key in {where}: {unknown[0]!r}; use name, prompt, tokens or raw")
     are_ids = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
     if not isinstance(text, str) or not are_ids or bool(text) == bool(tokens):
         raise PipelineError(f'{where} must have either "prompt" (a text) or "tokens" (a list of ids)')
@@ -86,7 +86,7 @@ def _prompt(line: str, where: str) -> Prompt:
 
 
 def random_prompts(vocab: int) -> list[Prompt]:
-    """Return prompts of random token ids for bundles without a tokenizer; the ids never change."""
+    """Return prompts of random token ids, the same in every call, for bundles without tokenizer."""
     random = np.random.default_rng(0)
     return [
         Prompt(f"{length} random tokens", tokens=tuple(int(token) for token in random.integers(vocab, size=length)))
@@ -97,25 +97,29 @@ def random_prompts(vocab: int) -> list[Prompt]:
 def encoded_prompts(
     bundle: Bundle, path: str | None = None, given: Sequence[Prompt] | None = None
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return (prompt, token ids) for `given`, else for the file `path`, else default prompts."""
-    vocab, text = bundle.manifest.vocab, load_tokenizer(bundle) if bundle.tokenizer else None
-    prompts = given or (read_prompts(path) if path or text else random_prompts(vocab))
-    return [(prompt, encode(prompt, text, vocab)) for prompt in prompts]
+    """Return (prompt, token ids) pairs for the prompts `given`, or those in the file `path`.
+
+    Without both, the prompts are castiron's default prompts, or random token ids if the bundle has
+    no tokenizer.
+    """
+    vocab, tokenizer = bundle.manifest.vocab, load_tokenizer(bundle) if bundle.tokenizer else None
+    prompts = given or (read_prompts(path) if path or tokenizer else random_prompts(vocab))
+    return [(prompt, encode(prompt, tokenizer, vocab)) for prompt in prompts]
 
 
-def encode(prompt: Prompt, text, vocab: int) -> list[int]:
-    """Return the token ids of a prompt; text: the bundle's tokenizer, or None."""
+def encode(prompt: Prompt, tokenizer, vocab: int) -> list[int]:
+    """Return the token ids of a prompt; tokenizer: the bundle's, or None if it has none."""
     if prompt.tokens:
         if (largest := max(prompt.tokens)) >= vocab:
             raise PipelineError(
                 f"prompt {prompt.name!r}: token {largest} is outside the vocabulary; give ids from 0 to {vocab - 1}"
             )
         return list(prompt.tokens)
-    if text is None:
+    if tokenizer is None:
         raise PipelineError(f"prompt {prompt.name!r} is text, but the bundle has no tokenizer; give token ids")
-    if prompt.raw or text.chat_template is None:
-        return text.encode(prompt.text)
-    return text.encode_chat([{"role": "user", "content": prompt.text}])
+    if prompt.raw or tokenizer.chat_template is None:
+        return tokenizer.encode(prompt.text)
+    return tokenizer.encode_chat([{"role": "user", "content": prompt.text}])
 
 
 def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool = False) -> Path:
@@ -147,7 +151,7 @@ def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool 
     expected = source.get("sha256")
     if expected and checkpoint_sha256(path) != expected:
         raise PipelineError(
-            f"{path} is not the checkpoint that {bundle.path} was compiled from (its sha256 differs); give that one with "
+            f"{path} is not the checkpoint that {bundle.path} was compiled from (its sha256 differs); give the original with "
             "--checkpoint, or compile again"
         )
     return path
@@ -166,9 +170,12 @@ def adapter_of(bundle: Bundle) -> Path | None:
 
 
 def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str | None]) -> Path | None:
-    """Return the path that the manifest's `source` has under `key`, or None if it has no such key.
+    """Return the path of a file that the bundle was compiled with; None if there was none.
 
-    Raises PipelineError if the file has changed. what: name of the file in error messages.
+    Raises PipelineError if the file is missing or has changed.
+
+    key: key of the file in the manifest's `source`, such as "adapter". what: name of the file in
+    error messages. sha256: returns the hash of a path, None if it does not exist.
     """
     if (recorded := bundle.manifest.source.get(key)) is None:
         return None
@@ -179,10 +186,11 @@ def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str
 
 
 def load_reference(path: Path, weights: str, threads: int | None, adapter: Path | None = None, calibrated: Path | None = None):
-    """Load a checkpoint with HF transformers, with the same weights as the bundle.
+    """Load a checkpoint with HF transformers, and quantise its weights as in the bundle.
 
-    weights: the bundle's --weights; HF's weights are rounded accordingly. adapter: LoRA adapter to
-    merge with peft. calibrated: the bundle's calibration text.
+    weights: the bundle's --weights, such as "q8_0"; HF's weights are converted to it and back to
+    f32. adapter: LoRA adapter to merge with peft. calibrated: the text with which the quantisation
+    of the bundle was calibrated.
     """
     # Set before transformers is imported, because its progress bar would overwrite castiron's.
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -197,7 +205,7 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
             model = hf.load(directory, threads, adapter)
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise PipelineError(f"transformers cannot read {path}: {reason}") from None
+        raise PipelineError(f"transformers cannot read {path}: {reason}; give another checkpoint with --checkpoint") from None
     if weights != "native" or adapter:
         checkpoint = open_checkpoint(path)
         checkpoint = merge(checkpoint, open_adapter(adapter)) if adapter else checkpoint
@@ -224,8 +232,8 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
             continue
         if codec is None:
             raise PipelineError(
-                f"cannot quantise {name} of the HF model as in the bundle: the bundle has no tensor of that name; "
-                "compare with the unquantised HF model: castiron evaluate --against hf"
+                f"cannot quantise the HF model like the bundle, which has no tensor {name}; compare with the unquantised "
+                "HF model: castiron evaluate --against hf"
             )
         if name in checkpoint.tensors and codec == checkpoint.tensors[name].codec:
             continue
@@ -237,9 +245,10 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
 
 
 def expect(model, prompt: list[int], ours: list[int]):
-    """Return HF's greedy tokens after a prompt, valid up to the first difference from `ours`.
+    """Return HF's greedy tokens after a prompt, to be compared with castiron's tokens `ours`.
 
-    HF reads the prompt and castiron's tokens `ours` in one pass. If the two largest logits at a
+    HF reads the prompt and `ours` in one pass, which is faster than generating. So the result is
+    not valid after the first token that differs from `ours`. If HF's two largest logits at a
     position differ by less than `CERTAIN`, HF generates token by token instead.
     """
     import torch
@@ -267,7 +276,10 @@ def greedy(session, prompt: Sequence[int], n: int) -> list[int]:
 
 
 def compare(session, model, prompt: Prompt, tokens: list[int], n: int) -> dict[str, Any]:
-    """Compare `n` greedy tokens of castiron and HF after a prompt; return an object for --json."""
+    """Compare `n` greedy tokens of castiron and HF after a prompt; return an object for --json.
+
+    session, model: the model in castiron and in HF. tokens: the prompt's token ids.
+    """
     ours = greedy(session, tokens, n)
     theirs = expect(model, tokens, ours)
     at = first_difference(theirs.tokens, ours)

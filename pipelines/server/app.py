@@ -224,7 +224,7 @@ async def _handle_error(request: Request, error: Exception) -> Response:
             return Response(status_code=CLIENT_LEFT)
         case _:
             # Starlette raises the error again after the response, so that it is logged.
-            found = ApiError(500, "the server failed on this request; other requests are not affected")
+            found = ApiError(500, "the server failed on this request; try again, and report the error in the server's log")
     exchange_of(request.scope).code = found.code
     return error_response(found, path, headers)
 

@@ -114,10 +114,10 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def answer_request(request: Request, work: Awaitable[Any], stream: bool | None) -> Response:
-    """Await `work`, and return its result as the response to a request.
+    """Await `work`, and return its result as an HTTP response.
 
-    The result of `work` is the body of the response as a dict, or a `Job` that computes the body.
-    With `stream`, the response is a stream of the job's events.
+    work: returns the JSON body as a dict, or a `Job`, which still has to generate the answer.
+    stream: whether to stream the answer of a `Job` while it is generated; None means no.
     """
     exchange = exchange_of(request.scope)
 
@@ -140,10 +140,10 @@ async def answer_request(request: Request, work: Awaitable[Any], stream: bool | 
 class EventStream(Response):
     """A response that streams the events of a job, as server-sent events or as lines of JSON.
 
-    If the JSON object of a server-sent event has a field `type`, its value is also the name of the
-    event. The HTTP status is sent with the first event. If there is no event for KEEP_ALIVE
-    seconds, a stream of server-sent events sends the status with a comment. A request that fails
-    before the status is sent gets an ordinary error response.
+    The name of a server-sent event is the field `type` of its JSON object, if there is one. The
+    HTTP status 200 is sent with the first event. So a request that fails earlier still gets an
+    error response with its own status. If there is no event for KEEP_ALIVE seconds, a server-sent
+    comment is sent instead; lines of JSON have no comments.
     """
 
     def __init__(self, job: Job):

@@ -131,7 +131,11 @@ class Connection(HttpToolsProtocol):
 
 
 class _Lingering:
-    """A transport that lets a connection linger if it is closed while the client still sends."""
+    """A transport wrapper whose `close` waits until the client can have read the response.
+
+    An immediate close would lose the response if the client still sends its request, so `close`
+    calls `Connection.linger` then.
+    """
 
     def __init__(self, transport: asyncio.Transport, connection: Connection):
         self._transport, self._connection = transport, connection

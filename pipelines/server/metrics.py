@@ -158,7 +158,11 @@ class ModelMetrics(Observer):
 
 
 class _MergedPages(Collector):
-    """A Prometheus collector that merges metrics pages; a label of each sample names its page."""
+    """A Prometheus collector that merges the metrics of several servers.
+
+    Each sample gets an additional label, `label`, with the name of its server. pages: the metrics
+    of each server, in Prometheus' text format, by server name.
+    """
 
     def __init__(self, label: str, pages: Mapping[str, str]):
         self.label, self.pages = label, pages
@@ -173,8 +177,9 @@ class _MergedPages(Collector):
 
 
 def labelled(label: str, pages: Mapping[str, str]) -> str:
-    """Merge metrics pages of several servers; add a label with the server's name to each sample.
+    """Merge the metrics of several servers; add a label with the server's name to each sample.
 
-    label: name of the label. pages: the text of each page, by server.
+    label: name of the label. pages: the metrics of each server, in Prometheus' text format, by
+    server name.
     """
     return generate_latest(_MergedPages(label, pages)).decode()

@@ -92,12 +92,18 @@ Health = _answer("Health", status=Literal["ok", "stopping"])
 
 
 def errors(path: str, statuses: Iterable[int] = (), *, key: bool = True) -> dict[int | str, dict[str, Any]]:
-    """Return FastAPI's `responses` for the errors of a route; key: whether it needs an API key."""
+    """Return the error responses of a route, by HTTP status, for FastAPI's argument `responses`.
+
+    path: URL path of the route; it decides which API's error format is used. statuses: error
+    statuses of the route, besides those that every route has. key: whether the route needs an API
+    key.
+    """
     model = AnthropicError if is_anthropic(path) else OllamaError if is_ollama(path) else OpenAIError
     found: dict[int | str, dict[str, Any]] = {}
     for status in sorted({*ANY, *statuses} - (set() if key else {401})):
-        shown, _ = ApiError(status, "").response(path)
-        headers = {name: {"required": True, "schema": {"type": "string"}} for name in ApiError(status, "").headers}
+        error = ApiError(status, ERRORS[status])
+        shown, _ = error.response(path)
+        headers = {name: {"required": True, "schema": {"type": "string"}} for name in error.headers}
         schema = {"$ref": SCHEMA.format(model=model.__name__)}
         found[shown] = {"content": {"application/json": {"schema": schema}}, "description": ERRORS[status], "headers": headers}
     return found

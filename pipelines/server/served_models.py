@@ -62,7 +62,7 @@ class ModelPool:
         open: Callable[[Bundle, list[str]], ModelApi],
         *,
         keep: float,
-        typed: Sequence[str] | None = None,
+        arguments: Sequence[str] | None = None,
         limits: Limits = Limits(),
         forget: Callable[[str], None] = lambda name: None,
     ):
@@ -70,8 +70,8 @@ class ModelPool:
 
         Args:
             open: opens a model; called with the model's bundle and names, returns its endpoints.
-            typed: the path or name by which the operator chose each bundle; None for the
-                names in the manifests.
+            arguments: the command-line argument that selected each bundle, a path or a model name;
+                requests may use its last component as the model's name.
             keep: a model is closed after this many seconds without a request.
             limits: limits and defaults of requests.
             forget: called with the name of each model that has been closed.
@@ -81,7 +81,7 @@ class ModelPool:
         """
         for bundle in bundles:
             check_tokenizer(bundle)
-        known = [names_of(bundle, model) for bundle, model in zip(bundles, typed or [None] * len(bundles), strict=True)]
+        known = [names_of(bundle, model) for bundle, model in zip(bundles, arguments or [None] * len(bundles), strict=True)]
         # Choose the first kind of name by which the models differ.
         chosen = next((names for names in zip(*known) if len({*names}) == len(names)), None)
         if bundles and chosen is None:
@@ -134,7 +134,7 @@ class ModelPool:
         return found[0]
 
     def describe(self, name: str | None = None) -> list[dict[str, Any]]:
-        """Return the entries of /v1/models for all models, or for the model with this name."""
+        """Return the JSON objects of GET /v1/models: for all models, or only the model `name`."""
         return [self._record(model, name or model.name) for model in (self.models if name is None else [self.find(name)])]
 
     @property
@@ -163,7 +163,10 @@ class ModelPool:
 
     @property
     def home(self) -> str | None:
-        """The text at the path /, for a single embedding model; None for the chat page."""
+        """The text that GET / returns if the only model is an embedding model.
+
+        It is None for other servers, which return the chat page.
+        """
         api = self.models[0].api
         if api is None or api.has_chat or len(self.models) > 1:
             return None
@@ -183,8 +186,9 @@ class ModelPool:
                     if reason is None:
                         raise
                     print_message(f"cannot open {model.name}: {reason}")
-                    message = f"the model {model.name!r} cannot be opened: {reason}"
-                    raise ApiError(500, message, "model", "model_failure") from None
+                    raise ApiError(
+                        500, f"cannot open the model {model.name!r}: {reason}; use another model", "model", "model_failure"
+                    ) from None
                 api.engine.start(loop)
                 model.api = api
                 print_message(f"{model.name} opened in {time.monotonic() - start:.1f} s")

@@ -64,7 +64,7 @@ def render(
         raise
     except Exception as error:
         # Operations of a template may raise any exception.
-        raise PipelineError(f"the chat template rejects these messages: {_short(error)}") from None
+        raise PipelineError(f"the chat template rejects these messages: {_short(error)}; change the messages") from None
     return "".join(pieces)
 
 
@@ -92,12 +92,12 @@ def reads_tools(template: str | None) -> bool:
 def describe_tools(
     messages: Iterable[Mapping[str, Any]], tools: Iterable[Mapping[str, Any]], form: ToolFormat, has_system: bool = True
 ) -> list[dict[str, Any]]:
-    """Return `messages` with a description of `tools` in the system message.
+    """Return `messages` with a description of `tools` added to the system message.
 
-    form: format in which the model writes calls. For the default format `HERMES`, the calls in
-    `messages` and the results of calls also become text. has_system: whether the template accepts a
-    system message; if not, its text comes first in the first user message. Raises PipelineError if
-    the calls of a message are not in OpenAI's format.
+    form: format in which the model writes tool calls. If it is `HERMES`, the default, then tool
+    calls and tool results in `messages` are also written as text. has_system: whether the template
+    accepts a system message; if not, the description is put before the first user message. Raises
+    PipelineError if the tool calls of a message are not in OpenAI's format.
     """
     shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     texts, found = [DESCRIPTION.format(tools=shown, call=form.write([CALL]))], []
@@ -108,7 +108,9 @@ def describe_tools(
             try:
                 found.append(_as_text(message))
             except (LookupError, TypeError):
-                raise PipelineError("tool_calls of a message are not in OpenAI's format; give each function's name") from None
+                raise PipelineError(
+                    "tool_calls of a message are not in OpenAI's format; give each call a function with name and arguments"
+                ) from None
         else:
             found.append(dict(message))
     system = "\n\n".join(texts)
@@ -156,7 +158,7 @@ def check_variables(template: str | None, given: Mapping[str, object]) -> None:
 
 @lru_cache(maxsize=8)
 def _names(template: str) -> tuple[set[str], set[str]]:
-    """Return (names that the template reads, names that Jinja defines), both empty if invalid."""
+    """Return (names that a template reads, Jinja's global names); both empty if it is invalid."""
     from jinja2 import TemplateError, meta
 
     environment = _environment()
@@ -179,16 +181,16 @@ def _compiled(template: str) -> Any:
 
 @cache
 def _environment() -> Any:
-    """Return transformers' Jinja environment for chat templates (`_compile_jinja_template`).
+    """Return a Jinja environment that renders chat templates as HF transformers does.
 
-    The only difference: {% generation %} blocks do not record the assistant's tokens.
+    {% generation %} blocks, which only mark the tokens to train on, are rendered as their content.
     """
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """A Jinja extension that renders {% generation %} blocks, which mark training tokens."""
+        """A Jinja extension that renders {% generation %} blocks as their content."""
 
         tags = {"generation"}
 

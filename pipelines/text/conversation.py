@@ -136,8 +136,8 @@ class Chat:
             prompt = self.tokenizer.encode_chat(messages)
         if free_positions(context, len(prompt)) < 1:
             raise PipelineError(
-                f"even without earlier messages, this one needs {len(prompt)} tokens, but the context is {context}; shorten "
-                "it, or give a larger --context"
+                f"the message needs {len(prompt)} tokens even without earlier messages, but the context is {context}; "
+                "shorten the message, or give a larger --context"
             )
         return messages, prompt, dropped
 
@@ -153,7 +153,7 @@ class Chat:
             raise PipelineError(f"{path} cannot be written: {reason(error)}; give another path") from None
 
     def load(self, path: str | Path) -> None:
-        """Load the messages of a file that `save` wrote, and the states beside it.
+        """Load the messages of a file that `save` wrote, and the states (KV cache) beside it.
 
         Raises PipelineError, and leaves the conversation unchanged, for any other file. Prints a
         message if the states cannot be used; then the next turn reads the conversation again.

@@ -42,9 +42,8 @@ def tool_format_of(template: str | None, special_tokens: Mapping[str, str] = {})
     """Return the format in which a chat template writes tool calls; None if it is unknown.
 
     The template renders test calls, and the format is derived from their text. If that fails, the
-    format is taken from KNOWN, where each format has a text by which its templates are recognised.
-    In both cases, parsing the rendered calls must give the test calls again; a template that
-    renders no calls is not checked.
+    format is the first one in KNOWN whose identifying text is in the template. Either format must
+    parse the rendered test calls correctly. Only a template that renders no calls is not checked.
     """
     if not template:
         return None
@@ -80,8 +79,9 @@ class _Probe:
             return None
 
     def calls(self, arguments: Sequence[Mapping[str, Any]]) -> str | None:
-        """Render one call for each of `arguments`; return the calls without the marks of the turn.
+        """Render a message with one tool call for each of `arguments`; return the calls' text.
 
+        Text around the calls, such as the start and the end of the assistant's turn, is removed.
         The result is None if the template renders no calls.
         """
         given = [
@@ -115,11 +115,12 @@ class _Probe:
         return None
 
     def _form(self, style: str, before: str, head: str, body: str, after: str, rest: str) -> ToolFormat:
-        """Return the tool format that the texts of one call and of two calls show.
+        """Derive the tool format from the rendered text of one call and of two calls.
 
-        style, before, head, body, after: the parts of the text of one call, from `_split`. rest:
-        the text of two calls after the first function's name; "" if the template allows only one
-        call.
+        style, before, head, body, after: the results of `_split` for the text of one call. rest:
+        the text of two calls, without the part up to the first function's name; "" if the template
+        allows only one call. The difference shows which text belongs to each call, and which to all
+        calls.
         """
         fields: dict[str, Any] = {}
         if style == "tags":
@@ -140,11 +141,11 @@ class _Probe:
         return ToolFormat(style, begin, head, end, separator, section_begin, section_end, **fields)
 
     def _tags(self, head: str, body: str, after: str) -> tuple[str, str, dict[str, Any]]:
-        """Return (head, after, fields of `ToolFormat`) of a call in style "tags".
+        """Find the tags around keys and values of a call, as in <parameter=key>value</parameter>.
 
         head: text between the function's name and the first key. body: text from the first key to
-        the last value. after: text after the last value. The tags around keys and values are moved
-        from `head` and `after` to the returned fields.
+        the last value. after: text after the last value. Returns (head without the tag of the first
+        key, after without the tag of the last value, the tags as fields of `ToolFormat`).
         """
         first, _, rest = (head + body + after).partition("k_one")
         key_end, _, rest = rest.partition("v_one")
@@ -168,7 +169,7 @@ class _Probe:
         return prompt.rstrip().endswith(form.triggers or ("\0",))
 
     def gives_back(self, form: ToolFormat) -> bool:
-        """Return whether `form` parses the rendered test calls correctly."""
+        """Return whether parsing the rendered test calls with `form` gives the original calls."""
         schema = {"properties": {"k_one": {"type": "string"}, "k_two": {"type": "integer"}}}
         tools = Tools(form, dict.fromkeys(NAMES, schema))
         for arguments in ([ARGUMENTS], *([each] for each in DIFFICULT), [ARGUMENTS, DIFFICULT[0]]):
@@ -185,10 +186,10 @@ class _Probe:
 
 
 def _split(text: str) -> tuple[str, str, str, str, str] | None:
-    """Split the text of a call; return None if its style is unknown.
+    """Split the text of a rendered tool call around the function's name and its arguments.
 
-    Returns (style, text before the name, text between name and arguments, arguments, text after the
-    arguments).
+    Returns (style of the arguments as in `ToolFormat.style`, text before the name, text between
+    name and arguments, arguments, text after the arguments), or None if the style is unknown.
     """
     before, _, rest = text.partition(NAMES[0])
     before = _with_ids(before)
@@ -210,12 +211,12 @@ def _after_arguments(text: str, fields: Mapping[str, Any]) -> str:
 
 
 def _with_ids(text: str) -> str:
-    """Replace ids and indices of calls by the placeholder `ID`."""
+    """Replace ids and indices of calls, which differ between calls, by the placeholder `ID`."""
     return re.sub("|".join(IDS) + r"|(?<!\w)\d+(?!\w)", ID, text)
 
 
 def _without_turn(text: str, ends: Sequence[str], tail: str, marks: Marks) -> str:
-    """Return an assistant's text with calls, without the reasoning and the end of the turn.
+    """Return the tool calls in a rendered assistant's turn, without reasoning and the turn's end.
 
     ends: texts that end a turn. tail: the text that the template writes after an answer without
     calls; it is removed from the end if none of `ends` is found. marks: (start mark, end mark)

@@ -15,8 +15,8 @@ from castiron.pipelines.text.tokenizer import check_utf8, encode_text, load_toke
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.encoder import Encoder
 
-# Error message after the name of a model that cannot rerank.
-NO_RERANKER = "generates text; rerank with a BERT or ModernBERT classifier of one label, or an embedding model"
+# The models that can rerank, for error messages.
+RERANKERS = "a BERT or ModernBERT classifier of one label, or an embedding model"
 # Names of the prompts for queries and for documents; the first one that a model has is used.
 QUERY, DOCUMENT = ("query",), ("document", "passage")
 # A text, or token ids.
@@ -38,8 +38,8 @@ class Embedder:
         self.bundle = bundle = open_bundle(bundle)
         if bundle.manifest.encoder is None:
             raise PipelineError(
-                f"{bundle.path} generates text and is not an embedding model; use castiron run, or a model with a "
-                "modules.json, as sentence-transformers saves it"
+                f"{bundle.path} generates text and is not an embedding model; run it with castiron run, or give a model "
+                "that sentence-transformers saved"
             )
         self.name, self.facts, self.hidden = bundle.manifest.name, bundle.manifest.encoder, bundle.manifest.hidden
         self.encoder = Encoder(bundle, threads)
@@ -80,10 +80,11 @@ class Embedder:
         return Tokens(found.ids, bool(found.overflowing)), found.type_ids
 
     def relevance_inputs(self, query: str, documents: Sequence[str]) -> list[Tokens]:
-        """Return the tokens of the inputs whose vectors `relevance` needs.
+        """Return the tokens of each input that the model must read to rank `documents` for a query.
 
-        Each input of a reranking model is a pair of the query and a document. The inputs of an
-        embedding model are the query, and then each document.
+        A reranking model reads the query together with each document. An embedding model reads the
+        query, and then each document by itself. `relevance` takes the model's output for these
+        inputs.
         """
         if self.facts.relevance:
             return [self._pair(query, document) for document in documents]
@@ -97,9 +98,10 @@ class Embedder:
         return Tokens([token + shift * (kind > 0) for token, kind in zip(found.ids, types)], found.cut)
 
     def relevance(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
-        """Return each document's relevance, f64 [documents]: a reranker's score, or a cosine.
+        """Return the relevance of each document to the query, f64 [documents].
 
-        vectors: the vectors of the inputs that `relevance_inputs` returned.
+        It is the score of a reranking model. For an embedding model, it is the cosine similarity of
+        the query and the document. vectors: the model's output for each of `relevance_inputs`.
         """
         found = np.array(vectors, np.float64)
         if self.facts.relevance:
@@ -124,7 +126,7 @@ class Embedder:
             raise PipelineError(f"dimensions is {dimensions}; {self.name} supports 1 to {self.hidden}")
 
     def vector(self, tokens: Tokens, dimensions: int | None = None) -> np.ndarray:
-        """Return the vector of a text, f32 [dimensions]; by default it has all dimensions."""
+        """Return the output of the model for a text, f32 [dimensions]; None for all dimensions."""
         self.check_dimensions(dimensions)
         with self._running:
             found = self.encoder.encode(tokens.ids)
@@ -134,7 +136,7 @@ class Embedder:
         self, texts: Iterable[Given], prompt_name: str | None = None, prompt: str | None = None,
         dimensions: int | None = None,
     ) -> np.ndarray:  # fmt: skip
-        """Return the vectors of texts, f32 [texts, dimensions]; print how many were truncated.
+        """Return the embeddings of texts, f32 [texts, dimensions]; print how many were truncated.
 
         prompt: a text to put before each text, instead of the model's prompt `prompt_name`.
         """

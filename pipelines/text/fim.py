@@ -65,11 +65,11 @@ class Fim:
     def prompt(
         self, prefix: str, suffix: str, files: Sequence[tuple[str, str]] = (), max_tokens: int | None = None
     ) -> list[int]:
-        """Return the token ids of a prompt.
+        """Return the token ids of a prompt, after which the model generates the text in the middle.
 
         Args:
-            prefix, suffix: the texts before and after the answer. Spellings of special tokens in
-                them are encoded as plain text.
+            prefix, suffix: the texts before and after the answer. Special tokens in them are
+                encoded as plain text.
             files: (name, text) of other files.
             max_tokens: max length of the prompt. To shorten a prompt, files are left out, starting
                 with the first one. Then the start of the prefix and the end of the suffix are cut
@@ -103,10 +103,10 @@ class Fim:
         return [self.file, *self._encode(f"{name}\n")]
 
     def _encode(self, text: str, joined: bool = False) -> list[int]:
-        """Return the ids of a text, in which special tokens are encoded as plain text.
+        """Return the token ids of a text, in which special tokens are encoded as plain text.
 
-        joined: whether to leave out the space that SentencePiece puts before a text, as CodeLlama
-        and Mistral do before the suffix.
+        joined: whether the text follows other text directly. SentencePiece puts a space before a
+        text; with `joined` it is left out, as the FIM prompts of CodeLlama and Mistral require.
         """
         if not text:
             return []
@@ -117,17 +117,17 @@ class Fim:
         return self._plain(text)[0]
 
     def _plain(self, text: str) -> tuple[list[int], str]:
-        """Encode a text, with special tokens as plain text; return (ids, first token as text)."""
+        """Encode a text, with special tokens as plain text; return (ids, first token's text)."""
         given, mark = self.special.broken({"text": check_utf8(text, "the text")})
         found = encode_text(*self.special.sanitised(given["text"], mark), add_special_tokens=False)
         return found.ids, found.tokens[0] if found.tokens else ""
 
 
 def _last(tokens: list[int], space: int) -> list[int]:
-    """Return at most `space` tokens from the end.
+    """Cut off tokens at the start, so that at most `space` tokens are left.
 
-    The number of tokens cut off is a multiple of space // CUTS. So while a user types,
-    consecutive prompts begin with the same token, and can reuse the KV cache.
+    Tokens are cut off in steps of space // CUTS. So while a user types and the text grows, most
+    prompts still start at the same token, and the KV cache of the previous prompt can be reused.
     """
     step = max(space // CUTS, 1)
     return tokens[-(-max(len(tokens) - space, 0) // step) * step :]

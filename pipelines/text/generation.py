@@ -206,8 +206,9 @@ class Scored:
 def generate_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> Generator[Result]:
     """Yield each prompt's result when it is complete; an invalid prompt's result has an error.
 
-    A prompt is taken when a slot is free. The model runs only while the caller waits for a
-    result. Closing the iterator cancels unfinished prompts.
+    make_request: converts a prompt to a request, or raises PipelineError. Prompts are taken one by
+    one, each when the engine has a free slot (the KV cache of one sequence). The model runs only
+    while the caller waits for a result. Closing the iterator cancels unfinished prompts.
     """
     waiting, stream = enumerate(prompts), engine.stream()
     running: dict[Request, tuple[int, list[str]]] = {}
@@ -239,7 +240,11 @@ def generate_many(engine: Engine, prompts: Iterable[Prompt], make_request: Calla
 
 
 def score_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> list[Scored]:
-    """Return the scores of each prompt; requests must have prompt_logprobs, and max_tokens 0."""
+    """Return the log-probabilities of each prompt's tokens; raise the error of an invalid prompt.
+
+    make_request: converts a prompt to a request that has `prompt_logprobs` set and generates no
+    tokens.
+    """
     requests: list[Request] = []
 
     def remember(prompt: Prompt) -> Request:
@@ -266,14 +271,15 @@ def open_draft(bundle: Bundle | Path | str, target: Bundle, threads: int | None 
 
 
 def check_draft(draft: Bundle, target: Bundle) -> None:
-    """Raise PipelineError if `draft` cannot be a draft model for `target`.
+    """Raise PipelineError if `draft` cannot be a draft model for `target` in speculative decoding.
 
-    Both must have the same vocabulary, and `target` must have verify functions.
+    Both must have the same vocabulary. `target` must have verify functions, which compute the
+    logits of several draft tokens in one call.
     """
     if draft.manifest.encoder:
         raise PipelineError(f"{draft.path} is an embedding model and cannot be a draft; take one that generates text")
     if not target.manifest.widths("verify"):
-        raise PipelineError(f"{target.path} has no verify functions for a draft; compile it with --speculate 2,4,8")
+        raise PipelineError(f"{target.path} has no verify functions, which a draft needs; compile it with --speculate 2,4,8")
     mine, others = draft.manifest, target.manifest
     # Equal tokenizer files have equal vocabularies; different files may differ in other parts only.
     if mine.vocab == others.vocab and mine.files.get(TOKENIZER) == others.files.get(TOKENIZER):

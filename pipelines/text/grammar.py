@@ -29,11 +29,11 @@ PRECEDING = ("\n", "=")
 
 
 class GrammarConstraint:
-    """A constraint that makes one generated text match a grammar.
+    """A constraint that makes a generated text match a grammar, except for reasoning at its start.
 
-    Reasoning at the start of the text need not match. If `prompt` ends in a start mark, the text
-    starts with reasoning. `matcher`: an llguidance matcher that nothing else uses. `marks`:
-    (start mark, end mark) pairs of reasoning.
+    matcher: an llguidance matcher that only this constraint uses. marks: (start mark, end mark)
+    pairs of reasoning, such as <think> and </think>. prompt: the text before the generated text; if
+    it ends in a start mark, the generated text starts with reasoning.
     """
 
     def __init__(self, matcher, grammars: Grammars, marks: Marks = (), prompt: str = ""):
@@ -85,7 +85,10 @@ class GrammarConstraint:
         return np.where(self.mask(len(logits)), logits, np.float32(-np.inf))
 
     def accept(self, token: int) -> None:
-        """Append `token`; raise ConstraintError if it is not allowed, or too costly to check."""
+        """Append a generated token.
+
+        Raises ConstraintError if the grammar does not allow it, or if the check exceeds a limit.
+        """
         if self._ends:
             self._accept_reasoning(token)
         elif token in self._starts:
@@ -124,7 +127,7 @@ class GrammarConstraint:
         reason = next(iter(self._matcher.get_error().splitlines()), "")
         # llguidance returns a single word for a regular end, and text for an error.
         reason = reason if " " in reason else "no token of this model fits"
-        return ConstraintError(f"no allowed next token in the grammar: {reason}")
+        return ConstraintError(f"no allowed next token in the grammar: {reason}; change the grammar")
 
 
 class GrammarError(PipelineError):
@@ -139,18 +142,26 @@ class GrammarError(PipelineError):
 
 
 class Grammar:
-    """A compiled grammar. calls: whether it is for tool calls. nbytes: memory for each text."""
+    """A compiled grammar, from which each generated text gets a constraint of its own.
+
+    calls: whether it is a grammar for tool calls. nbytes: estimated memory of one constraint, in
+    bytes.
+    """
 
     def __init__(self, grammars: Grammars, matcher, nbytes: int, calls: bool):
         self._grammars, self._matcher, self.nbytes, self.calls = grammars, matcher, nbytes, calls
 
     def constraint(self, marks: Marks = (), prompt: str = "") -> GrammarConstraint:
-        """Return a constraint for the text after `prompt`, except for reasoning between `marks`."""
+        """Return a new constraint that makes one generated text match this grammar.
+
+        marks: (start mark, end mark) pairs of reasoning, which need not match. prompt: the text
+        before the generated text, which may end in a start mark.
+        """
         return GrammarConstraint(self._matcher.deep_copy(), self._grammars, marks, prompt)
 
 
 class Grammars:
-    """A compiler of grammars for one vocabulary (the bytes of every token).
+    """A compiler of grammars for one tokenizer, whose vocabulary is the bytes of every token.
 
     Each grammar is first compiled in a child process, because llguidance may crash.
     """
@@ -176,7 +187,7 @@ class Grammars:
         return self._compiler.make_index(self.tokens, self.special, self.eos, self.encode)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids that `text` has in the middle of a longer text."""
+        """Return the token ids of `text`, without the space that some tokenizers put before it."""
         ids_of = lambda text: self._backend.encode(text, add_special_tokens=False).ids
         # Some tokenizers add a space before a text; then encode it after another short text.
         for before in ("", *PRECEDING):
@@ -203,12 +214,14 @@ class Grammars:
         try:
             text = json.dumps(given[kind])
             if len(text) > MAX_CHARACTERS:
-                raise GrammarError(kind, f"the text has {len(text)} characters; the limit is {MAX_CHARACTERS}")
+                raise GrammarError(
+                    kind, f"the definition has {len(text)} characters, the limit is {MAX_CHARACTERS}; shorten it"
+                )
             definition = self._definition(kind, text, compact_json)
         except LimitExceeded as error:
-            raise GrammarError(kind, f"too complex: {error}; simplify it") from None
+            raise GrammarError(kind, f"the definition is too complex: {error}; simplify it") from None
         except RecursionError:
-            raise GrammarError(kind, "it nests too deep; simplify it") from None
+            raise GrammarError(kind, "the definition nests too deep; reduce its nesting") from None
         # This stack is twice as large as the child process's, on which the grammar compiled.
         matcher = run_on_large_stack(self._compiler.make_matcher, self._index, definition)
         if matcher.is_error():

@@ -57,9 +57,10 @@ class Compiler:
     """A converter of grammars to llguidance's format, for one vocabulary."""
 
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[int], marks: Mapping[str, int]):
-        """Index a vocabulary.
+        """Prepare to compile grammars for a vocabulary.
 
-        tokens: the bytes of each token. special, eos: token ids. marks: token ids by text.
+        tokens: the bytes of each token. special, eos: ids of the special tokens and of the end
+        tokens. marks: the ids of special tokens by their text, such as "<tool_call>".
         """
         self.marks = marks
         self.index = make_index(tokens, special, eos, lambda text: self.index.greedy_tokenize(text))
@@ -104,7 +105,7 @@ class Compiler:
         except (PipelineError, MemoryError):
             raise
         except RecursionError:
-            raise PipelineError("the definition nests too deep; reduce its nesting") from None
+            raise PipelineError("the grammar or schema nests too deep; reduce its nesting") from None
         except Exception as error:
             # The conversion of GBNF raises a plain Exception, that of a schema a ValueError.
             raise PipelineError(_message(kind, str(error))) from None
@@ -123,9 +124,9 @@ _compiler: Compiler
 
 
 def start(tokens: Sequence[str], *more: Any) -> None:
-    """Create this child process's `Compiler`, with the arguments `more` after its tokens.
+    """Create the `Compiler` that this child process uses.
 
-    tokens: bytes of each token, decoded as Latin-1.
+    tokens: the bytes of each token, decoded as Latin-1. more: the other arguments of `Compiler`.
     """
     global _compiler
     _compiler = Compiler([token.encode("latin-1") for token in tokens], *more)
@@ -172,7 +173,10 @@ def check_terminals(lark: str) -> None:
 
 
 def without_noops(schema: Any) -> Any:
-    """Return a JSON schema without keywords that don't constrain values."""
+    """Return a JSON schema without keywords that llguidance rejects although they have no effect.
+
+    For example, `"uniqueItems": false` is removed.
+    """
     if isinstance(schema, list):
         return [without_noops(each) for each in schema]
     if not isinstance(schema, dict):
@@ -249,10 +253,11 @@ class ToolGrammar:
         return "\n".join(["%llguidance {}", f"start: {text}", *self.rules, "ID: /[0-9A-Za-z]{1,9}/", ""])
 
     def _call(self, name: str, schema: Any) -> str:
-        """Return the Lark expression for a call of the function `name`.
+        """Return the Lark expression for a call of the function `name`, starting at its name.
 
-        The expression starts at the name. In Harmony, or if the answer may be JSON instead of a
-        call (`self.mixed`), the expression also includes the text before the name.
+        schema: JSON schema of the function's parameters. The expression also includes the text
+        before the name in Harmony, the format of gpt-oss, and if the answer may be JSON instead of
+        a call.
         """
         form = self.form
         if form.style == "harmony":
@@ -265,12 +270,16 @@ class ToolGrammar:
         return f"{self.mark(name + form.head)} {write(name, schema)} {self.mark(form.end)}"
 
     def _lexemes(self, text: str) -> str:
-        """Return Lark strings for the JSON tokens in `text`: strings, brackets, and separators."""
+        """Return a sequence of Lark strings that matches `text`, a part of a tool call in JSON.
+
+        text: such as '{"name": "f", "arguments": '. Each string, bracket and separator of the JSON
+        becomes one Lark string. The white space is that of `options`, not that of `text`.
+        """
         spaced = {",": self.options["item_separator"], ":": self.options["key_separator"]}
         return " ".join(quoted(spaced.get(part, part)) for part in re.findall(r'"[^"]*"|[{}\[\],:]', text))
 
     def mark(self, text: str) -> str:
-        """Return the Lark expression for a text of the tool format, such as a start mark.
+        """Return the Lark expression for a fixed text of a tool call, such as "<tool_call>".
 
         A special token in `text` is matched as one token. The placeholder `ID` matches any
         identifier.
@@ -352,10 +361,12 @@ class ToolGrammar:
         raise self._refusal(name)
 
     def _members(self, name: str, schema: Any, write: Callable[[str, Any], str], between: str) -> str:
-        """Return the name of a rule for an object's properties, in the order of the schema.
+        """Add Lark rules for an object's properties, in the schema's order; return the main rule.
 
-        write: called with (key, schema of the value), returns a Lark expression. between: text
-        between properties. Optional properties may be left out.
+        name: the function's name, for error messages. schema: JSON schema of the object. write:
+        called with (key, schema of the value), returns a Lark expression for the property. between:
+        text between properties. Optional properties may be left out. The result is the name of a
+        rule.
         """
         if schema.keys() - UNENFORCED - {"type", "properties", "required", "additionalProperties"}:
             raise self._refusal(name)

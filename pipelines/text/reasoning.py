@@ -91,10 +91,10 @@ class ReasoningSplitter:
 
 
 def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tuple[str, str, str]:
-    """Return (text before the first mark, the mark, text after the mark).
+    """Split `text` at the first of `marks`; return (text before the mark, the mark, text after it).
 
-    If there is no mark, return (text that cannot be part of a mark, "", rest that may be part of
-    one). `final`: whether no more text follows; then the rest is empty.
+    Without a mark, return (text before the rest, "", rest). The rest is the end of `text` if it may
+    be the start of a mark, else "". `final`: whether no more text follows; then the rest is "".
     """
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     start, mark = min(found, key=lambda one: one[0], default=(len(text), ""))
@@ -106,9 +106,9 @@ def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tup
 
 
 def _prefix_start(text: str, mark: str) -> int:
-    """Return the index from which on the rest of `text` may be the start of `mark`.
+    """Return the index in `text` at which an incomplete `mark` starts; len(text) if there is none.
 
-    It is 1 for "a<thi" and "<think>". If no end of `text` starts `mark`, return len(text).
+    Only an incomplete mark at the end of `text` counts. For "a<thi" and "<think>", the result is 1.
     """
     starts = range(max(0, len(text) - len(mark) + 1), len(text))
     return next((start for start in starts if mark.startswith(text[start:])), len(text))

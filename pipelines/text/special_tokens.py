@@ -3,9 +3,9 @@
 Otherwise a message could start or end a turn with a text such as `<|im_end|>`. The text of a
 special token is called its spelling.
 
-Before the template renders a message, each spelling in it gets a break: a character that no
-message contains. In the rendered text, only a spelling without a break is a special token.
-This also holds if the template cuts, joins or quotes messages.
+Before the template renders a message, a break is inserted into each spelling: a character that no
+message contains. In the rendered text, only a spelling without a break is a special token. This
+also holds if the template cuts, joins or quotes messages.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ DEEPEST = 60
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer, and other tokens that its chat template uses as marks."""
+    """The special tokens of a tokenizer, and tokens such as <think> that its chat template uses."""
 
     def __init__(self, tokenizer: Any, template: str, answers: Collection[str] = ()):
-        """Collect the tokens whose spellings in messages must be encoded as plain text.
+        """Collect the tokens whose text in a message must be encoded as plain text.
 
-        answers: marks such as <think>, which stay marks in an assistant's message because the
-        template looks for them there.
+        template: the chat template. answers: tokens that mark reasoning, such as <think>. In an
+        assistant's message they stay tokens, because the template looks for them there.
         """
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().values()
@@ -52,11 +52,13 @@ class SpecialTokens:
         self._answers = answers
 
     def broken(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """Insert breaks into the template's variables; return (variables, break character).
+        """Insert a break character into the text of each special token in a template's variables.
 
-        Breaks are also inserted next to an incomplete spelling at either end of a string. given:
-        the variables, including the messages. The break character is "" if no break is needed.
-        Raises PipelineError for values that nest too deep.
+        So a message such as "<|im_end|>" cannot end a turn. A break is also inserted next to an
+        incomplete special token at either end of a string. given: the variables, including the
+        messages. Returns (changed variables, break character); the break character occurs in no
+        message, and is "" if no break is needed. Raises PipelineError for values that nest too
+        deep.
         """
         try:
             strings = list(strings_of(given))
@@ -66,16 +68,19 @@ class SpecialTokens:
             joined = "".join(strings).lower()
             mark = next((c for c in map(chr, BREAKS) if c not in joined and f"u{ord(c):04x}" not in joined), None)
             if mark is None:
-                raise PipelineError("the messages contain every character of Unicode's private use area; leave one out")
+                raise PipelineError(
+                    "the messages contain every character of Unicode's private use area, U+E000 to U+F8FF; remove one of them"
+                )
             return self._parted(given, mark, self._everywhere), mark
         except RecursionError:
             raise PipelineError("the messages nest values too deep for a chat template; send them as text") from None
 
     def sanitised(self, text: str, mark: str) -> tuple[Any, str]:
-        """Return (tokenizer, text) to use for encoding the rendered `text`.
+        """Return (tokenizer, text) with which special tokens from messages become plain text.
 
-        mark: the break character. Spellings of special tokens that have a break in them are encoded
-        as plain text. So are spellings that arise only in normalisation, for example from
+        text: the rendered chat template; it is returned without break characters. mark: the break
+        character that `broken` inserted into the messages. The text of a special token becomes
+        plain text if it had a break in it, or if it arises only in normalisation, for example from
         full-width letters.
         """
         if not mark and not self._normalised:
@@ -126,15 +131,18 @@ class SpecialTokens:
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """{original spelling of a special token: random spelling that no message can contain}."""
+        """By each special token's text: the random text that it has in the tokenizer `_plain`.
+
+        No message can contain a random text, because it is secret.
+        """
         secret = os.urandom(8).hex()
         return {word: f"\U000f0000{secret}{n}\U000f0001" for n, word in enumerate(sorted(self.spelled))}
 
     @cached_property
     def _plain(self) -> Any:
-        """A copy of the tokenizer that encodes original spellings as plain text.
+        """A copy of the tokenizer in which special tokens have the random texts of `_names`.
 
-        Its special tokens have the random spellings of `_names`.
+        It encodes their original texts, such as "<|im_end|>", as plain text.
         """
         from tokenizers import Tokenizer
 
@@ -155,9 +163,9 @@ class SpecialTokens:
 
 
 class Spellings:
-    """A case-insensitive search for spellings of special tokens in a text.
+    """A case-insensitive search for texts of special tokens, such as "<|im_end|>", in a text.
 
-    It also finds incomplete spellings at the start and at the end of the text.
+    It also finds incomplete special tokens at the start and at the end of the text.
     """
 
     def __init__(self, words: Collection[str]):
@@ -169,10 +177,11 @@ class Spellings:
         self._longest = max(map(len, low), default=0)
 
     def breaks(self, text: str) -> list[int]:
-        """Return the indices at which `text` needs a break, in ascending order.
+        """Return the indices in `text` at which to insert break characters, in ascending order.
 
-        These are after the first character of each spelling, and next to an incomplete spelling at
-        either end of the text, because the template may add the rest.
+        A break in the text of a special token makes it plain text. The indices are after the first
+        character of each special token, and next to an incomplete special token at either end of
+        `text`, which a text of the chat template may complete.
         """
         low = text.lower()
         if len(low) != len(text):

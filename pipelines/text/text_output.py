@@ -37,7 +37,7 @@ class TextToken(Token):
 
 @dataclass(frozen=True)
 class Delta(Event):
-    """The event of new text: answer, reasoning and tool calls, and the tokens of this text."""
+    """An event with new text: answer, reasoning, parts of tool calls, and their tokens."""
 
     text: str = ""
     tokens: tuple[TextToken, ...] = ()
@@ -55,7 +55,7 @@ class Delta(Event):
 class ReasoningBudget:
     """A constraint that forces the end mark of reasoning after a number of reasoning tokens.
 
-    Before the budget is used up, and after the end mark, only `inner` (if given) limits the text.
+    `inner`: another constraint, which applies before the budget is used up and after the end mark.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Collection[int], budget: int, inner: Constraint | None = None):
@@ -105,7 +105,7 @@ class ReasoningBudget:
 
     def accept(self, token: int) -> None:
         if not self.allows(token):
-            raise ConstraintError("the reasoning has used its budget of tokens and must end")
+            raise ConstraintError(f"token {token} is not allowed by the reasoning budget or grammar; choose an allowed one")
         if self.inner:
             self.inner.accept(token)
         if self._splitter.done:
@@ -189,7 +189,7 @@ class TextOutput:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found, or the only allowed tool call is complete."""
+        """Whether to stop: a stop string was found, or the only allowed tool call is complete."""
         return self._stops.stopped or bool(self._calls and self._calls.full)
 
     def add(self, token: Token) -> list[Event]:
@@ -207,7 +207,7 @@ class TextOutput:
         self._pending.append(TextToken(token.id, token.logprob, token.top, self._decoded))
 
     def _release(self, text: str, rest: bool = False) -> list[Event]:
-        """Append text; return events with the text that is now final.
+        """Append decoded text; return events with the text that later text can no longer change.
 
         rest: whether no more text follows.
         """
@@ -224,7 +224,10 @@ class TextOutput:
         return [delta] if delta.text or delta.reasoning or delta.calls or tokens else []
 
     def _separated(self, text: str, tokens: tuple[TextToken, ...], rest: bool) -> Delta:
-        """Return `text` as a delta with reasoning and calls separated from the answer."""
+        """Separate reasoning and tool calls in `text` from the answer; return all as a `Delta`.
+
+        tokens: the tokens of `text`. rest: whether no more text follows.
+        """
         reasoning, calls, thinking = "", (), False
         if self._reasoning:
             thinking = self._reasoning.reasoning
@@ -251,7 +254,7 @@ def text_request(
     reasoning: bool = False, grammar: Grammar | None = None, tools: Tools | None = None,
     constraint: Constraint | None = None, reasoning_budget: int | None = None, **options: Any,
 ) -> Request:  # fmt: skip
-    """Return a request whose events are `Delta`s, or `Tokens` without a tokenizer.
+    """Return an engine request that reports text as `Delta` events, or tokens without a tokenizer.
 
     Args:
         stop_strings: the text ends before the first of these strings.

@@ -15,7 +15,7 @@ from castiron.pipelines.compile import compiler as compiling
 from castiron.pipelines.compile.compiler import compile_model
 from castiron.pipelines.compile.options import Options
 from castiron.pipelines.evaluate import perplexity
-from castiron.pipelines.evaluate.perplexity import bundle_rows, chunks_of
+from castiron.pipelines.evaluate.perplexity import bundle_logits, chunks_of
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.manifest import BundleError, dump, parse
 from castiron.vmfb.session import Session
@@ -63,11 +63,11 @@ def test_compile_measures_the_accuracy_of_fast_numerics(fast, capsys):
     # The reference is decode steps, which have no rounding of activations.
     session = Session(open_bundle(location), 1)
     chunks = chunks_of(perplexity.tokens_of(open_bundle(location)), 96, 2)
-    steps = bundle_rows(Session(session.program), steps=True)
-    found = perplexity.statistics(perplexity.compare(bundle_rows(session), steps, chunks))
+    steps = bundle_logits(Session(session.program), steps=True)
+    found = perplexity.statistics(perplexity.compare(bundle_logits(session), steps, chunks))
     assert found["kld"]["mean"] == pytest.approx(accuracy["kld_mean"]) and found["kld"]["99.0%"] == accuracy["kld_99"]
     assert found["same_top_p"]["mean"] == accuracy["same_top_p"]
-    others = bundle_rows(Session(session.program), steps=True)
+    others = bundle_logits(Session(session.program), steps=True)
     assert perplexity.compare(others, steps, chunks[:1]).kld.max() < 1e-12
 
     assert cli.main(["inspect", str(location)]) == 0

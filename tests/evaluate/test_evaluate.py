@@ -14,7 +14,7 @@ from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.compiler import compile_model
 from castiron.pipelines.compile.options import Options
 from castiron.pipelines.evaluate import perplexity
-from castiron.pipelines.evaluate.perplexity import Compared, bundle_rows, chunks_of, compare_row, log_softmax
+from castiron.pipelines.evaluate.perplexity import Compared, bundle_logits, chunks_of, compare_row, log_softmax
 from castiron.reference import hf
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.cpu import host_features
@@ -166,7 +166,7 @@ def test_rows_are_hfs_logits_with_any_verify_functions(bundle, model, widths, co
     session = Session(replace(opened, manifest=replace(opened.manifest, functions=functions)), 1)
     tokens = [int(token) for token in np.random.default_rng(count).integers(3, session.vocab, size=count)]
     expected = hf.logits(model, tokens)[first:]
-    for rows in (bundle_rows(session), bundle_rows(session, steps=True)):
+    for rows in (bundle_logits(session), bundle_logits(session, steps=True)):
         found = np.array([row.copy() for row in rows(tokens, first)])
         assert found.shape == expected.shape
         np.testing.assert_allclose(found, expected, atol=2e-4)

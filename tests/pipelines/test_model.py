@@ -174,7 +174,7 @@ def test_sampling_is_a_record_or_its_fields(model):
     assert drawn != model.generate("Hello", max_tokens=20, stop_tokens=()).tokens
     fields = {field.name for field in dataclasses.fields(Sampling)}
     limits = {"max_tokens", "stop_strings", "stop_tokens", "template_args", "compact_json"}
-    assert set(model_file.Asking.__annotations__) == fields | limits | model_file.STRUCTURES | {"sampling"}
+    assert set(model_file.GenerationOptions.__annotations__) == fields | limits | model_file.STRUCTURES | {"sampling"}
 
 
 @pytest.mark.parametrize(("call", "message"), [
@@ -216,7 +216,7 @@ def test_closing_releases_weights_and_ends_requests(path):
     gc.collect()
     assert program() is None
     for call in (lambda: list(stream), lambda: model.generate("x"), lambda: model.generate_many(["x"])):
-        with pytest.raises(PipelineError, match="this model is closed"):
+        with pytest.raises(PipelineError, match="is closed; load it again"):
             call()
     assert "closed" in repr(model)
     model.close()

@@ -142,7 +142,7 @@ def test_a_model_has_the_name_that_was_typed(paths, monkeypatch):
         (None, own),
     ):
         assert names_of(bundle, typed)[0] == name and {own, "other"} <= {*names_of(bundle, typed)}
-    ModelPool([bundle] * 2, Doors(), keep=1, typed=["SmolLM2-135M-Instruct", "other"]).find("SmolLM2-135M-Instruct")
+    ModelPool([bundle] * 2, Doors(), keep=1, arguments=["SmolLM2-135M-Instruct", "other"]).find("SmolLM2-135M-Instruct")
 
 
 async def test_only_requests_for_a_loading_model_wait(paths, reference):
@@ -192,7 +192,7 @@ async def test_a_model_that_cannot_be_opened_is_an_error_of_its_requests_only(pa
 
     async with PoolClient(paths, failing) as client:
         answer = await client.chat("other")
-        assert answer.status_code == 500 and "cannot be opened: it has no weights" in answer.json()["error"]["message"]
+        assert answer.status_code == 500 and "'other': it has no weights" in answer.json()["error"]["message"]
         assert await client.generate("tiny") == reference.generate(RENDERED, 12) and await client.loaded() == [True, False]
     same = tmp_path / "tiny"
     shutil.copytree(paths[0], same)

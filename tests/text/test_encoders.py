@@ -270,7 +270,7 @@ def test_a_server_gives_embeddings(qwen, tmp_path, tmp_path_factory):
                 client.post(path, body=more, cast_to=object)
         (listed,) = client.models.list().data
         assert (listed.dimensions, listed.prompts, listed.context_length) == (64, encoders.PROMPTS, 60)
-    many = TestClient(App(ModelPool([open_bundle(bundle)], open_api, keep=1, typed=["bundle"]), Metrics()))
+    many = TestClient(App(ModelPool([open_bundle(bundle)], open_api, keep=1, arguments=["bundle"]), Metrics()))
     (reported,) = many.get("/v1/models").json()["data"]
     ours = {name: value for name, value in listed.model_dump(exclude_unset=True).items() if not name.startswith("created")}
     assert ours == {name: value for name, value in reported.items() if name in ours} and reported["loaded"] is False
