@@ -166,7 +166,7 @@ def test_the_template_gets_tools_calls_and_results(client):
         ({"tool_choice": "required", "tools": openai.omit}, "tool_choice", "needs tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "names 'x', but tools has no such function"),
         ({"tool_choice": "sometimes"}, "tool_choice", "none, auto, required"),
-        ({"tool_choice": "required", "extra_body": {"regex": "a"}}, "tool_choice", "give one"),
+        ({"tool_choice": "required", "extra_body": {"regex": "a"}}, "tool_choice", "leave one of them out"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "pattern"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"}, "tools",
          '"not"'),
