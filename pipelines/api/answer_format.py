@@ -129,7 +129,7 @@ class CallableTools:
         """
         tools, forced = self.tools, self.forced
         if forced and form and form.schema is None:
-            raise invalid("tool_choice", f"tool_choice requires a call, but {form.param} requires a text answer; leave one of them out")
+            raise invalid("tool_choice", f"tool_choice requires a call, but {form.param} requires text; leave one of them out")
         # The grammar of an answer in harmony format (gpt-oss) begins with the final channel, after any tool calls.
         if forced or form and form.schema is not None and tools.form.style != "harmony":
             # If the answer must consist of tool calls, it has no text, so response_format does not apply.
