@@ -1,4 +1,4 @@
-"""The table of layer operations, such as `linear` and `attention`: their checks and MLIR text.
+"""The layer operations, such as `linear` and `attention`: how each is checked and printed as MLIR.
 
 Lowering replaces layer operations by StableHLO operations or calls of kernels.
 """
@@ -43,16 +43,17 @@ def _linear(op: Op) -> str | None:
 _POSITIONS = "the positions must be i32: [T] in a batch, start and length in prefill, otherwise start"
 
 
-def _norm(weights: int, *ranks: int) -> Callable[[Op], str | None]:
-    """Return the check of an operation that normalises the last dimension of x.
+def _norm(max_weights: int, *ranks: int) -> Callable[[Op], str | None]:
+    """Return the check of a norm over the last dimension of x, such as `rms_norm`.
 
-    weights: the max number of weights; the min is 1. ranks: the allowed ranks of a weight. A weight
-    of rank r has the shape of x's last r dimensions.
+    The check returns an error message, or None if the operation is valid: it must have 1 to
+    `max_weights` weights. ranks: the allowed ranks of a weight. A weight of rank 2, for example,
+    must have the shape of the last two dimensions of x.
     """
 
     def rule(op: Op) -> str | None:
         x, *own = op.operands
-        ok = x.type == op.results[0].type and 1 <= len(own) <= weights and op.attrs["eps"] > 0
+        ok = x.type == op.results[0].type and 1 <= len(own) <= max_weights and op.attrs["eps"] > 0
         ok = ok and all(w.shape in [x.shape[x.type.rank - rank :] for rank in ranks] for w in own)
         return None if ok else "needs x, weights of its last dimension, and a positive epsilon"
 
@@ -138,11 +139,11 @@ def _experts(op: Op) -> str | None:
 
 
 def _recurrence(fits: Callable[[list[tuple[int, ...]], tuple[int, ...]], bool]) -> Callable[[Op], str | None]:
-    """Return the check of an operation that updates a recurrent state.
+    """Return the check of an operation that updates a recurrent state, such as `gated_delta`.
 
-    fits(shapes, state): returns whether the operation's shapes are valid. shapes: of all operands
-    except the state and the positions, then of the result. state: shape of one layer's part of the
-    state.
+    The check returns an error message, or None if the operation is valid. fits(shapes, state):
+    returns whether these shapes match. `shapes` lists the shapes of the operands, without state and
+    positions, and then the shape of the result. `state` is the shape of one layer's state.
     """
 
     def rule(op: Op) -> str | None:

@@ -46,9 +46,10 @@ def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0
 
 
 def positions(step: Step) -> Value:
-    """Return the position of each token, i32 [T].
+    """Return the position of each token in its sequence, i32 [T].
 
-    The positions of padding and of idle sequences are clamped to valid positions.
+    Positions outside the context are clamped to it: those of padding after its end, and in a batch
+    the negative position of a sequence without a token.
     """
     shape = step.tokens.shape
     if step.mode == "batch":
@@ -72,7 +73,11 @@ def linear(step: Step, x: Value, name: str, out_features: int, bias: bool = Fals
 
 
 def _reordered(step: Step, x: Value, weight: str) -> Value:
-    """Permute the features of x [T, in] in the same way as the columns of `weight`."""
+    """Permute the features of x [T, in] to the column order of the weight named `weight`.
+
+    GPTQ checkpoints with desc_act store a weight's columns in another order. For other weights,
+    return x itself.
+    """
     if (order := step.module.orders.get(weight)) is None:
         return x
     step.module.reordered.add(weight)
@@ -111,7 +116,7 @@ def linear_parts(
 
 
 def values(step: Step, name: str, shape: tuple[int, ...]) -> Value:
-    """Return the checkpoint tensor `<module path>.<name>` in f32, for operations of `ops`."""
+    """Return the checkpoint tensor `<module path>.<name>` as f32, for use in StableHLO."""
     weight = step.weight(name, shape)
     return build(LAYERS, "values", (weight,), (weight.type,))[0]
 
@@ -186,7 +191,8 @@ def rope(step: Step, x: Value, tables: tuple[Value, Value], interleaved: bool = 
     """
     cos, sin = tables
     if cos.shape[0] < step.context:
-        raise fail("rope", f"cos and sin have {cos.shape[0]} positions; the context has {step.context}", (x, cos, sin))
+        problem = f"the tables have {cos.shape[0]} positions; they must have {step.context}, the context"
+        raise fail("rope", problem, (x, cos, sin))
     attrs = {"rotary_dim": 2 * cos.shape[1], "interleaved": interleaved, "mode": step.mode}
     return build(LAYERS, "rope", (x, cos, sin, step.start), (x.type,), attrs)[0]
 
@@ -223,19 +229,20 @@ def attention(
     q is [T, heads, head_dim]; the result is [T, heads * head_dim]. Keys and values are rounded to
     the cache's storage format before any query reads them. All other values are f32.
 
-    layer: index of the layer in the model; `State.layers` has the layers that use a cache.
+    layer: index of the layer in the model.
     window: a query at position p attends to positions j with p - window < j <= p.
     softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118).
     sinks: [heads], an extra score in the softmax of each head (gpt-oss, arXiv:2508.10925).
-    bidirectional: a query attends to all j with |p - j| < window. Only functions that take a
-        complete text (role encode) may use this. Their KV cache has space for one layer, and every
-        layer overwrites it.
+    bidirectional: a query attends to all j with |p - j| < window. Only encoders, which take a
+        complete text at a time, may use this. All their layers share the KV cache of one layer,
+        because each layer overwrites it.
     """
     cache, layer = step.cache_of(0 if bidirectional else layer)
     k_cache, v_cache = (step.states[name] for name in cache)
     record = step.records[cache[0]]
     if bidirectional and step.role != "encode":
-        raise fail("attention", "bidirectional attention is possible in functions of role encode only", (q, k, v))
+        problem = f"role is {step.role!r}; bidirectional attention needs role 'encode'"
+        raise fail("attention", problem, (q, k, v))
     operands = (q, k, v, k_cache, v_cache, step.start) + ((step.length,) if step.length is not None else ())
     if sinks is not None:
         operands = (*operands, sinks)
@@ -260,10 +267,10 @@ def route(
 
     logits: [T, experts]. scores: "softmax" over all experts, or "sigmoid" of each logit.
     normalised: whether to divide the chosen weights by their sum. correction: [experts], added to
-    the scores when experts are chosen, but not to the weights (arXiv:2408.15664). groups: (n, m),
-    where the experts are divided into n equal groups, and experts of only the m best groups are
-    chosen. rated: a group is rated by the sum of its `rated` best scores (1 in arXiv:2405.04434, 2
-    in arXiv:2412.19437). On a tie the lower index comes first.
+    the scores when experts are chosen, but not to the weights (arXiv:2408.15664). groups: (n, m):
+    the experts form n equal groups, and a token uses experts of its m best groups only. rated: how
+    many of a group's best scores are added up to rank the groups (1 in arXiv:2405.04434, 2 in
+    arXiv:2412.19437). On a tie the lower index comes first.
     """
     tokens, experts = logits.shape
     operands = (logits,) if correction is None else (logits, correction)
@@ -286,10 +293,9 @@ def experts(
     """Return the sum over chosen experts of weight * down(function(gate(x)) * up(x)): [T, hidden].
 
     routing: the result of `route`. count: the number of experts. intermediate: width of an expert's
-    hidden layer. names: the projections gate, up and down; if there are two names, there is no
-    gate, and an expert is down(function(up(x))). Expert e reads `<e>.<name>.weight` and, if `bias`,
-    `<e>.<name>.bias`; the operation reads the tensors of all experts stacked. Only chosen experts
-    are computed.
+    hidden layer. names: the names of gate, up and down. Two names mean that there is no gate: an
+    expert is then down(function(up(x))). Expert e has the weights `<e>.<name>.weight` and, if
+    `bias`, `<e>.<name>.bias`. Only chosen experts are computed.
     """
     hidden = x.shape[1]
     shapes = (*[(intermediate, hidden)] * (len(names) - 1), (hidden, intermediate))
@@ -307,11 +313,11 @@ def experts(
 
 
 def _orders_of_experts(step: Step, names: tuple[str, ...], count: int, features: int) -> Value | None:
-    """Return the column permutations of all experts' weights, f32 [count, features], or None.
+    """Return the column order (GPTQ's desc_act) of all experts' weights, or None.
 
-    Element [e, i] is the feature of x that column i of expert e's weights multiplies. names: the
-    projections that read x. The result is None without permutations. It is also None if experts or
-    their projections disagree; `build` then reports an error.
+    The order is f32 [count, features]: element [e, i] is the feature of the input that column i of
+    expert e's weights multiplies. names: the projections with this input, such as gate and up.
+    Return None unless each expert has an order, which all of its projections share.
     """
     path, module = current_path(), step.module
     weights = [[f"{path}.{e}.{name}.weight" for name in names] for e in range(count)]
@@ -356,16 +362,16 @@ def last_row(step: Step, x: Value) -> Value:
 
 
 def wanted_rows(step: Step, x: Value) -> Value:
-    """Return the rows of x [T, hidden] for which the function returns logits.
+    """Return the rows of the hidden states x [T, hidden] from which logits are computed.
 
-    These are all rows, or in prefill the row [1, hidden] of the last token that is not padding.
+    In prefill this is the row [1, hidden] of the last token that is not padding. Otherwise it is x.
     """
     every = ROLES[step.role].every_token or x.shape[0] == 1
     return x if every else last_row(step, x)
 
 
 def lm_head(step: Step, x: Value, vocab: int, tied: bool, embedding: str = "model.embed_tokens") -> Value:
-    """Return the logits [rows, vocab] of x [rows, hidden]; also set `step.hidden` to x.
+    """Return the logits [rows, vocab] of x [rows, hidden]; store x in `step.hidden` for embeddings.
 
     tied: whether the head uses the weight of the module `embedding` instead of a separate weight.
     """

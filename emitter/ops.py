@@ -27,10 +27,10 @@ def constant(value, dtype: DType, shape: Sequence[int] | None = None) -> Value:
     """
     array = np.asarray(value)
     if shape is not None and array.ndim and array.shape != tuple(shape):
-        raise fail("constant", f"the array has shape {array.shape}, not {tuple(shape)}")
+        raise fail("constant", f"the array has shape {array.shape}, but `shape` is {tuple(shape)}; make them equal")
     stored = from_f32(array.astype(np.float32), dtype) if dtype.kind == "float" else array.astype(dtype.numpy)
     if dtype.kind != "float" and not np.array_equal(stored, array):
-        raise fail("constant", f"{dtype} cannot represent {array[stored != array][0]}")
+        raise fail("constant", f"{dtype} cannot represent {array[stored != array][0]}; use another dtype or number")
     type_ = TensorType(tuple(shape) if shape is not None else stored.shape, dtype)
     return _one("constant", (), type_, value=stored)
 
@@ -121,7 +121,8 @@ def slice_(x: Value, starts: Sequence[int], limits: Sequence[int]) -> Value:
     if len(starts) != len(limits):
         raise fail("slice", f"there are {len(starts)} starts and {len(limits)} limits; give as many starts as limits", (x,))
     if any(s >= e for s, e in zip(starts, limits)):
-        raise fail("slice", f"the slice from {tuple(starts)} to {tuple(limits)} is empty", (x,))
+        problem = f"the slice from {tuple(starts)} to {tuple(limits)} is empty; each limit must be above its start"
+        raise fail("slice", problem, (x,))
     type_ = TensorType(tuple(e - s for s, e in zip(starts, limits)), x.dtype)
     return _one("slice", (x,), type_, starts=tuple(starts))
 
@@ -194,7 +195,7 @@ def kernel_call(kernel: Kernel, /, **operands: Value | int) -> dict[str, Value]:
     tensors = {name: v for name, v in operands.items() if isinstance(v, Value)}
     if {name: tensors[name].type if name in tensors else INDEX for name in operands} != kernel.operands:
         expected = ", ".join(f"{name}: {t}" for name, t in kernel.operands.items())
-        raise fail(kernel.name, f"expects {expected}", list(tensors.values()))
+        raise fail(kernel.name, f"the operands do not match; the kernel takes {expected}", list(tensors.values()))
     attrs = {"kernel": kernel, "indices": {name: operands[name] for name in kernel.indices}}
     results = append("kernel", [tensors[name] for name in kernel.tensors], tuple(kernel.results.values()), attrs)
     return dict(zip(kernel.results, results, strict=True))

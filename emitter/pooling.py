@@ -68,17 +68,18 @@ class Pooling:
     normalised: bool = True
 
     def states(self, hidden: int) -> list[State]:
-        """Return the states that pooling needs for a text that takes several calls.
+        """Return the states that pooling carries between calls, if a long text needs several calls.
 
-        For "mean" this is the sum of hidden states so far, [1, hidden]. Other modes need none.
+        For "mean" this is the sum of the text's hidden states so far, [1, hidden]. Other modes need
+        no state.
         """
         return [State(SUM, (1, hidden), "recurrent", layers=(0,))] if self.mode == "mean" else []
 
     def pool(self, step: Step, x: Value, chunks: bool) -> Value:
         """Return the embedding f32 [features] of hidden states x [T, hidden].
 
-        chunks: whether a text may take several calls. If so, a mean includes the tokens of the
-        text's earlier calls.
+        chunks: whether a long text may be encoded in several calls. If so, the mean after each call
+        includes the tokens of earlier calls.
         """
         if self.mode == "cls" and chunks:
             raise EmitError("pooling 'cls' does not support causal models; use pooling 'mean' or 'last'")

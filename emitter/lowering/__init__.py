@@ -41,16 +41,16 @@ def lower(
     """Return a verified module with layer operations replaced by kernel calls or StableHLO.
 
     lowering: "kernels" for CPUs, "gpu" for GPUs, or "portable" for StableHLO only.
-    isa: name of the CPU's vector instructions (`mlir.isa.ISAS`).
+    isa: name of the CPU's vector instruction set, such as "avx2".
     threads: number of threads for which tiles are chosen.
     tiles(matmul): returns the tile sizes of a matmul kernel, or None for the default.
     numerics: "exact" keeps activations in f32; isa, threads and tiles change results by rounding
         only. "canonical" also fixes the order of additions, so that results have the same bits for
         every isa, threads, tiles and number of tokens in a call. "fast" rounds activations, and
-        perhaps weights, to int8 or bf16 in calls with several tokens, where that is faster
-        (`selection.numerics_of`). "draft" does so in calls with one token too.
+        perhaps weights, to int8 or bf16 in calls with several tokens, where that is faster.
+        "draft" does so in calls with one token too.
 
-    Raises EmitError for unknown values.
+    Raise EmitError if lowering, isa or numerics is unknown, or if the lowering lacks the numerics.
     """
     for what, value, known in (
         ("lowering", lowering, LOWERINGS),

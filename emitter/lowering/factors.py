@@ -1,7 +1,7 @@
-"""Move factors of the input of linear layers to their result: W (c x) becomes c (W x).
+"""Move constant factors from the input of linear layers to the result: W (c x) becomes c (W x).
 
-Then linear layers whose inputs differ by a factor share an input, so that they become one matmul,
-which may also compute the norm of that input.
+Linear layers that scale x by different factors then have the same input x. So they can become one
+matmul, and this matmul can also compute an RMS norm that gives x.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from castiron.emitter.ir import Graph, Op, Value, users
 
 
 def with_factors_after(function: Graph) -> Graph:
-    """Return a copy of a function in which linear layers without a bias compute c (W x).
+    """Return a copy of a function in which c (W x) replaces W (c x), for each constant number c.
 
-    The original layers compute W (c x), where c is a constant number.
+    Linear layers with a bias stay as they are.
     """
     producer = {value: op for op in function.ops for value in op.results}
     uses, readers = users(function), dict[Value, list[Op]]()
@@ -23,7 +23,7 @@ def with_factors_after(function: Graph) -> Graph:
             readers.setdefault(value, []).append(op)
 
     def factor_of(linear: Op) -> Op | None:
-        """Return the operation of the constant that multiplies the input of `linear`, or None."""
+        """Return the operation of the constant c if `linear` is W (c x) and can become c (W x)."""
         scaled = producer.get(linear.operands[0])
         if scaled is None or scaled.kind != "multiply":
             return None

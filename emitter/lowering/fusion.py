@@ -3,34 +3,33 @@
 Operations that match no pattern stay as they are, so fusion works for every model family.
 
 Patterns, for T tokens:
-- norms of q and k, rotary embedding and attention become `fused_attention`. If rotary pairs are
-  interleaved, the rows of the q and k weights are reordered, so that each pair is in two halves,
-  which does not change q . k.
-- linear layers with the same input and codec (siblings) become one matmul of stacked weights.
+- norms of q and k, rotary embedding and attention become `fused_attention`. Interleaved rotary
+  pairs (features 2 i and 2 i + 1) become features i and i + rotary_dim / 2: the rows of the q and k
+  weights are reordered, which does not change q . k.
+- siblings, that is, linear layers with the same input and codec, become one matmul.
 - act(linear(x)) * linear(x) becomes a matmul with a GLU.
 - y + linear(x) becomes a matmul with a residual.
-- an RMS norm whose result only linear layers use becomes a part of their matmul, for few tokens (T
-  = 1 on CPUs).
-- act(causal_conv(x)) becomes causal_conv, and rms_norm(gated_delta(...)) * silu(z) gated_delta.
-- for GPUs also:
-  - y + norm(x) and y + experts(x) become norm and experts with a residual;
-  - an RMS norm that experts use becomes a part of them;
-  - norms of v, and of k and v that layers share (see `shared_heads`), join `fused_attention`;
+- an RMS norm that only linear layers use becomes a part of their matmul (on CPUs for T = 1 only).
+- act(causal_conv(x)) becomes a causal_conv; rms_norm(gated_delta(...)) * silu(z) a gated_delta.
+- on GPUs also:
+  - y + norm(x) and y + experts(x) become a norm, or experts, with a residual;
+  - an RMS norm whose result experts use becomes a part of the experts operation;
+  - norms of v become a part of `fused_attention`, also if layers share k and v (`shared_heads`);
   - gate and up of a GLU and other linear layers with the same input become one matmul;
-  - factors of the input of linear layers move to the result (see `factors`);
+  - constant factors move from the input of linear layers to the result (`factors`);
   - an RMS norm of one short row becomes StableHLO if its result is only reshaped.
 
-The new operations, with their operands and attributes:
+The new operations, with their operands (optional ones in parentheses) and attributes:
 
     matmul(x, (norm weight), weights ..., biases ..., (residual)) -> [T, out]
-      weights, biases   numbers of these operands
+      weights, biases   the number of weights, and of biases
       eps               epsilon of the RMS norm of x, or None
       residual          whether there is a residual
       glu               activation of a GLU of two weights, or None
-    fused_attention(q, k and v rows, prepared ..., k_cache, v_cache, start, (length), (sinks))
-      rows              number of values that have the q, k and v rows
-      layout            the `HeadLayout` of a row
-      prepared          names of the operands in `HeadLayout.operands`
+    fused_attention(rows ..., prepared ..., k_cache, v_cache, start, (length), (sinks))
+      rows              the number of operands `rows`, 1 to 3; they are the columns of q, k and v
+      layout            the `HeadLayout`: numbers of heads, their norms and rotation
+      prepared          the names of the norm weights and rotary tables, such as "cos"
       the attributes of attention
 
 Other operations may get more operands, and an attribute:
@@ -62,12 +61,13 @@ INLINE_LIMIT = 1024
 
 @dataclass
 class _Heads:
-    """The inputs of a fused attention operation, and the norm and rotation of q and k.
+    """The inputs of a future `fused_attention`.
 
-    sources: where the q, k and v rows come from, in order. A source is a value, or a list of linear
-        operations that become one matmul.
-    reordered: new weight operations, with rows reordered for rotary embedding.
-    prepared: the operands in `HeadLayout.operands`, by name.
+    sources: where q, k and v come from. A source is a value, or a list of linear operations that
+        become one matmul.
+    layout: the numbers of heads, and how they are normalised and rotated.
+    reordered: the operations of weights whose rows were reordered for the rotary embedding.
+    prepared: norm weights and rotary tables, by name, such as "q_norm" and "cos".
     """
 
     sources: list[Value | list[Op]]
@@ -77,7 +77,7 @@ class _Heads:
 
 
 class _Uses:
-    """The producer and the users of each value of a function, and the fusions found so far."""
+    """Which operations compute and use each value of a function, and the fusions found so far."""
 
     def __init__(self, function: Graph) -> None:
         self.producer = {value: op for op in function.ops for value in op.results}
@@ -93,7 +93,7 @@ class _Uses:
         self.norms: dict[Value, Op] = {}
 
     def only(self, value: Value, kind: str) -> Op | None:
-        """Return the operation of kind `kind` that computes `value`, if that has one use."""
+        """Return the operation of kind `kind` that computes `value`, if `value` has one use."""
         op = self.producer.get(value)
         return op if op is not None and op.kind == kind and self.uses[value] == 1 else None
 
@@ -101,8 +101,8 @@ class _Uses:
 def fuse(function: Graph, norm_limit: int, norm_tokens: int = 1, gpu: bool = False) -> Graph:
     """Return a copy of a function in which all patterns of this module are fused.
 
-    norm_limit, norm_tokens: an RMS norm is fused if x has at most these numbers of features and of
-    tokens. gpu: whether to fuse the patterns for GPUs too.
+    norm_limit, norm_tokens: the max numbers of features and of tokens of an RMS norm that becomes a
+    part of a matmul. gpu: whether to fuse the patterns for GPUs too.
     """
     if gpu:
         function = with_own_heads(with_factors_after(function))
@@ -111,7 +111,7 @@ def fuse(function: Graph, norm_limit: int, norm_tokens: int = 1, gpu: bool = Fal
         if op.kind == "attention":
             graph.replaced[op] = _fused_attention(graph, op, _heads(graph, op, gpu))
         elif op.kind == "multiply":
-            _glu(graph, op, apart=gpu and op.results[0].shape[0] <= norm_tokens)
+            _glu(graph, op, siblings_first=gpu and op.results[0].shape[0] <= norm_tokens)
             _gated_norm(graph, op)
         elif op.kind == "activation":
             _activated_conv(graph, op)
@@ -166,7 +166,7 @@ def _matmul(
 
 
 def _fused_attention(graph: _Uses, op: Op, heads: _Heads) -> list[Op]:
-    """Return the operations that replace an attention operation: matmuls and `fused_attention`."""
+    """Return what replaces the attention `op`: matmuls for q, k and v, and a `fused_attention`."""
     made, rows = list(heads.reordered), []
     tokens = op.operands[0].shape[0]
     for source in heads.sources:
@@ -221,9 +221,9 @@ def _heads(graph: _Uses, op: Op, gpu: bool) -> _Heads:
 
 
 def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
-    """Return weight operations like those of `linear`, with rotary pairs of rows moved to halves.
+    """Return copies of the weights of `linear` in which rotary pairs of rows are not interleaved.
 
-    order: (heads, rotary_dim), which rows to move.
+    Rows 2 i and 2 i + 1 of a head become i and i + rotary_dim / 2. order: (heads, rotary_dim).
     """
     made = []
     for value in linear.operands[1:]:
@@ -238,10 +238,10 @@ def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
 
 
 def _chain(graph: _Uses, value: Value) -> list[Op]:
-    """Return the operations between a projection and `value` (q or k), from the last to the first.
+    """Return the operations between a projection and `value` (q or k of attention), last one first.
 
-    Seen from `value`, they are rope, norm over a head, reshape, norm over the row. Each may be
-    missing.
+    They are at most a rope, a reshape to heads, and an RMS norm, which is after the reshape (of
+    each head) or before it (of the complete row).
     """
     chain: list[Op] = []
     for kind in ("rope", "rms_norm", "reshape", "rms_norm"):
@@ -260,10 +260,10 @@ def _alike(q: Op, k: Op) -> bool:
 
 
 def _stacks(graph: _Uses, values: list[Value]) -> list[Value | list[Op]]:
-    """Return `values`, with results of linear operations replaced by lists of these operations.
+    """Group linear operations that compute `values` (q, k and v) by the matmul they will become.
 
-    A list has the operations of consecutive values with the same input and codec. It becomes one
-    matmul.
+    Consecutive linear operations with the same input and codec become a list. A value that no
+    linear operation computes stays as it is.
     """
     sources: list[Value | list[Op]] = []
     for value in values:
@@ -288,11 +288,11 @@ def _codec(graph: _Uses, linear: Op) -> str:
     return graph.producer[linear.operands[1]].attrs["weight"].codec
 
 
-def _glu(graph: _Uses, op: Op, apart: bool) -> None:
-    """Turn gate and up of a GLU into one matmul.
+def _glu(graph: _Uses, op: Op, siblings_first: bool) -> None:
+    """If the multiplication `op` is act(gate) * up of a GLU, replace it by one matmul.
 
-    apart: whether to leave a GLU alone if other linear layers have the same input; then `_siblings`
-    turns all of them into one matmul.
+    siblings_first: whether to skip a GLU whose input other linear layers use too, because
+    `_siblings` makes one matmul of all of them.
     """
     for a, b in (op.operands, op.operands[::-1]):
         act, up = graph.only(a, "activation"), graph.only(b, "linear")
@@ -301,7 +301,7 @@ def _glu(graph: _Uses, op: Op, apart: bool) -> None:
             continue
         readers = graph.readers[gate.operands[0]]
         free = [o for o in readers if o.kind == "linear" and o not in graph.absorbed and o not in (gate, up)]
-        if apart and any(_stackable(graph, o, gate) and _stackable(graph, up, gate) for o in free):
+        if siblings_first and any(_stackable(graph, o, gate) and _stackable(graph, up, gate) for o in free):
             return
         plain = len(gate.operands) == len(up.operands) == 2 and act.attrs["function"] in ACTIVATIONS
         if plain and gate.operands[1].type == up.operands[1].type and _codec(graph, gate) == _codec(graph, up):
@@ -343,7 +343,7 @@ def _norm(graph: _Uses, op: Op, limit: int, tokens: int, kinds: tuple[str, ...])
 
 
 def _inline_norm(graph: _Uses, op: Op) -> None:
-    """Mark the RMS norm of one short row before the reshape `op`, as in latent attention."""
+    """Mark an RMS norm of one short row before the reshape `op`, so that it becomes StableHLO."""
     norm = graph.only(op.operands[0], "rms_norm")
     tokens, features = op.operands[0].shape if op.operands[0].type.rank == 2 else (1, INLINE_LIMIT + 1)
     if norm and norm not in graph.absorbed and tokens == 1 and features <= INLINE_LIMIT:
@@ -371,7 +371,7 @@ def _gated_norm(graph: _Uses, op: Op) -> None:
 
 
 def _siblings(graph: _Uses, function: Graph) -> None:
-    """Turn linear operations that are in no other fusion into matmuls, one for all siblings."""
+    """Turn the remaining linear operations into matmuls: one for each input and codec."""
     groups: dict[tuple, list[Op]] = {}
     for op in function.ops:
         if op.kind == "linear" and op not in graph.absorbed:

@@ -1,6 +1,7 @@
-"""Rules that replace layer operations, and operations of `lowering.fusion`, by GPU kernel calls.
+"""Rules that replace layer operations and fused operations by GPU kernel calls.
 
-Matmuls and recurrent operations have the rules of `lowering.kernels`, with kernels for GPUs.
+`lowering.fusion` makes the fused operations. Matmuls and recurrent operations use the same rules as
+on CPUs, with kernels for GPUs.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ NORM_LIMIT = 1 << 16
 
 
 def words_param(weights: Sequence[Weight], experts: int = 1) -> Param:
-    """Return one parameter with the rows of all `weights` as 32-bit words (`gpu.words`).
+    """Return one parameter with the rows of all `weights`, packed into i32 words for GPU kernels.
 
     experts: number of experts, or 1. Each weight has the rows of expert 0, then those of expert 1,
     and so on. The parameter has the rows of expert 0 from all weights, then those of expert 1.
+    Its shape is [rows, words]; `kernels.gpu.words` defines the layout of a row.
     """
     codec, inner = weights[0].codec, weights[0].shape[1]
     layout, rows = layout_of(codec), sum(w.shape[0] for w in weights)
@@ -62,11 +64,11 @@ def words_param(weights: Sequence[Weight], experts: int = 1) -> Param:
 
 
 def projected(p: Projection, factors: Value | None = None) -> Value:
-    """Return the result of a projection, computed by a GPU kernel.
+    """Append a GPU kernel call that computes the projection `p`; return its result [T, out].
 
-    The kernel also computes rows of padding. factors: f32 [T, n], or None. With factors, x has one
-    row for each pair of a token and one of its n experts. A row of the result [T, out] is then the
-    sum over a token's experts, weighted by the factors.
+    Rows of padding are computed too. factors: None, or f32 [T, n] if x [T * n, in] has a row for
+    each of the n experts of a token. The result of a token is then the sum over its n rows, each
+    multiplied by its factor.
     """
     p = replace(p, length=None)
     matmul, given = p.matmul, p.operands(words_param(p.weights, p.experts or 1))

@@ -1,13 +1,12 @@
-"""Fuse StableHLO operations of a lowered function into the GPU kernels around them.
+"""Fuse the StableHLO operations of a lowered function into the GPU kernels before and after them.
 
-- A kernel also computes element-wise operations on its result (`Finished`). An attention kernel
-  also multiplies each head's result by a matrix (`FinishedHead`).
-- A kernel computes an operand itself instead of loading it, if that is cheap (`Computed`).
-- One more kernel computes the other operands that are results of StableHLO operations.
-- A tensor that is not cheap and of which several slices are used is computed once, by a kernel of
-  its own.
-- Two kernels of a layer that do not depend on each other become one dispatch.
-- A small matmul of few rows computes the norm before it in each workgroup (`with_rows`).
+- A kernel applies element-wise operations to its result before it stores the result (`Finished`).
+  An attention kernel can also multiply each head's result by a matrix (`FinishedHead`).
+- A kernel computes the elements of an operand instead of loading them, if that is cheap
+  (`Computed`). An additional kernel computes its costly operands first.
+- If several slices of a costly tensor are used, an additional kernel computes the tensor once.
+- Two independent kernels of a layer become one dispatch.
+- Each workgroup of a small matmul of few rows computes the norm of its input itself (`with_rows`).
 
 All other operations stay StableHLO.
 """
@@ -35,11 +34,11 @@ NEAR = 16  # max number of operations between kernels that become one dispatch
 
 @dataclass
 class _Function:
-    """A function under fusion.
+    """A lowered function while its operations are fused, with information about each value.
 
-    producer, position: map a value to the operation that computes it, and to the index of this
-    operation. users: maps a value to the operations that use it. stored: maps a value to the kernel
-    result that replaces it.
+    producer, position: the operation that computes a value, and its index in the function. users:
+    the operations that use a value. stored: for a value that a kernel writes to memory, the result
+    of this kernel.
     """
 
     graph: Graph
@@ -55,15 +54,16 @@ class _Function:
             for value in op.operands:
                 self.users.setdefault(value, []).append(op)
 
-    def expression(self, root: Value, names: dict[Value, str], hole: Value | None = None) -> Expression:
-        """Return the expression of `root`; add the values that it loads to `names`.
+    def expression(self, root: Value, names: dict[Value, str], own: Value | None = None) -> Expression:
+        """Return an expression that computes `root` inside a kernel.
 
-        hole: a value that the kernel itself computes, so that no load is needed.
+        names: operand names of the values that the kernel loads; missing values are added. own: the
+        kernel's own result, which needs no load.
         """
         producers: dict[Value, Op] = {}
 
         def visit(value: Value) -> None:
-            if value is hole or value in names or value in producers:
+            if value is own or value in names or value in producers:
                 return
             op = self.producer.get(value)
             if op is None or not is_supported(op) or (value in self.stored and value is not root):
@@ -74,31 +74,41 @@ class _Function:
                 visit(operand)
 
         visit(root)
-        return Expression(root, producers, dict(names), hole)
+        return Expression(root, producers, dict(names), own)
 
-    def is_cheap(self, root: Value, hole: Value | None = None, limit: int = MAX_LOADS) -> bool:
-        """Return whether one element of `root` needs at most `limit` loads."""
+    def is_cheap(self, root: Value, own: Value | None = None, limit: int = MAX_LOADS) -> bool:
+        """Return whether a kernel can compute an element of `root` with at most `limit` loads.
+
+        own: the kernel's own result, which needs no load.
+        """
         op = self.producer[root]
-        return sum(self._repeats(op, limit) * self._loads(x, hole, limit) for x in op.operands) <= limit
+        return sum(self._terms(op, limit) * self._loads(x, own, limit) for x in op.operands) <= limit
 
-    def _loads(self, value: Value, hole: Value | None, limit: int) -> int:
-        """Return how many loads one element of `value` needs."""
+    def _loads(self, value: Value, own: Value | None, limit: int) -> int:
+        """Return the number of loads from memory with which a kernel gets one element of `value`.
+
+        own: the kernel's own result, which needs no load. limit: the max number of loads; the
+        result may be inexact above it.
+        """
         op = self.producer.get(value)
-        if value is hole:
+        if value is own:
             return 0
         if op is None or not is_supported(op) or value in self.stored:
             return 1
-        return sum(self._repeats(op, limit) * self._loads(x, hole, limit) for x in op.operands)
+        return sum(self._terms(op, limit) * self._loads(x, own, limit) for x in op.operands)
 
-    def _repeats(self, op: Op, limit: int) -> int:
-        """Return how many elements of an operand one element of the result of `op` needs."""
+    def _terms(self, op: Op, limit: int) -> int:
+        """Return how many terms `op` sums for one element of its result; 1 if it sums none.
+
+        The result is limit + 1 if there are too many terms to compute the sum for each use.
+        """
         dims = {"reduce": op.attrs.get("dims"), "dot_general": op.attrs.get("contract", ((),))[0]}.get(op.kind, ())
         terms = prod(op.operands[0].shape[d] for d in dims)
         return terms if terms <= (MAX_SUM if limit == MAX_LOADS else limit) else limit + 1
 
 
 def fuse_kernels(graph: Graph) -> Graph:
-    """Return a function with the same results and fewer dispatches."""
+    """Return a copy of a lowered function with StableHLO operations fused into its GPU kernels."""
     f, ops = _Function(graph), list[Op]()
     sliced = _sliced(f)
     f.stored |= {value: value for value in sliced}
@@ -116,7 +126,7 @@ def fuse_kernels(graph: Graph) -> Graph:
 
 
 def _sliced(f: _Function) -> set[Value]:
-    """Return the tensors that a kernel of their own computes, because several slices are used."""
+    """Return the costly tensors of which several slices are used; each gets its own kernel."""
     slices = {value: [user for user in users if user.kind == "slice"] for value, users in f.users.items()}
     many = [value for value, users in slices.items() if len(users) > 1 and value in f.producer]
     return {value for value in many if is_supported(f.producer[value]) and not f.is_cheap(value)}
@@ -132,7 +142,10 @@ def _live(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
 
 
 def _continued(f: _Function) -> dict[Op, Value]:
-    """Map each kernel that also computes operations on its result to the last value it computes."""
+    """Map each kernel call to the last value after it that the same kernel can compute too.
+
+    Kernel calls without such a value are not in the dictionary.
+    """
     found, inside = dict[Op, Value](), set[Value]()
     for op in f.graph.ops:
         kernel = op.attrs.get("kernel")
@@ -147,21 +160,21 @@ def _continued(f: _Function) -> dict[Op, Value]:
 
 
 def _last(f: _Function, result: Value, inside: set[Value]) -> tuple[Value | None, set[Value]]:
-    """Return (root, before): how far a kernel can compute element-wise operations on its `result`.
+    """Find the element-wise operations on a kernel's `result` that the kernel can compute itself.
 
-    root: the last value that the kernel can compute, None if there is no such operation. before:
-    the values that the kernel computes before `root`. inside: values that are only computed inside
-    other kernels.
+    Return (root, before): the last value of these operations, or None if there are none, and the
+    values from `result` to `root`, without `root`. inside: values that other kernels compute but do
+    not store, which are excluded.
     """
-    cone, order = {result}, [result]
+    after, order = {result}, [result]
     for value in order:
         for user in f.users.get(value, []):
             ok = user.kind in ELEMENTWISE and user.results[0].type == result.type and result.dtype is F32
-            if ok and user.results[0] not in cone | inside | f.stored.keys():
-                cone.add(user.results[0])
+            if ok and user.results[0] not in after | inside | f.stored.keys():
+                after.add(user.results[0])
                 order.append(user.results[0])
-    for root in sorted(cone - {result}, key=f.position.__getitem__, reverse=True):
-        within = _between(f, root, cone)
+    for root in sorted(after - {result}, key=f.position.__getitem__, reverse=True):
+        within = _between(f, root, after)
         inner_users = (user for v in within - {root} for user in f.users.get(v, []))
         is_closed = not (within - {root}) & set(f.graph.outputs) and all(user.results[0] in within for user in inner_users)
         if result in within and is_closed and f.is_cheap(root, result):
@@ -170,9 +183,10 @@ def _last(f: _Function, result: Value, inside: set[Value]) -> tuple[Value | None
 
 
 def _last_of_heads(f: _Function, op: Op) -> Value | None:
-    """Return the product [T, heads * n] of each head's attention result and that head's matrix.
+    """Return the value [T, heads * n] in which each head of attention is multiplied by a matrix.
 
-    Return None if there is no such product, or if it is not the only use of attention's result.
+    Each head has its own matrix. Return None if there is no such value, or if the result of the
+    attention kernel `op` has other uses.
     """
     value, heads = op.results[0], op.attrs["kernel"].heads
     for kind in ("reshape", "slice", "dot_general", "transpose", "reshape"):
@@ -191,22 +205,23 @@ def _last_of_heads(f: _Function, op: Op) -> Value | None:
     return None if is_early or value.shape[:1] != op.results[0].shape[:1] else value
 
 
-def _between(f: _Function, root: Value, cone: set[Value]) -> set[Value]:
-    """Return `root` and the values of `cone` on which `root` depends."""
+def _between(f: _Function, root: Value, candidates: set[Value]) -> set[Value]:
+    """Return `root` and the `candidates` from which element-wise operations compute `root`."""
     found, todo = {root}, [root]
     while todo:
         op = f.producer[todo.pop()]
         for operand in op.operands if op.kind in ELEMENTWISE else ():
-            if operand in cone and operand not in found:
+            if operand in candidates and operand not in found:
                 found.add(operand)
                 todo.append(operand)
     return found
 
 
 def _rewritten(f: _Function, op: Op, root: Value | None) -> list[Op]:
-    """Return the operations that replace a kernel call.
+    """Fuse operations before and after the kernel call `op`; return the calls that replace it.
 
-    root: the value that the new kernel computes instead of the first result, or None.
+    The last of them is the fused kernel. root: a value after `op` that the fused kernel returns
+    instead of its first result, or None.
     """
     kernel: GpuKernel = op.attrs["kernel"]
     given = dict(zip(kernel.tensors, op.operands, strict=True))
@@ -229,7 +244,10 @@ def _rewritten(f: _Function, op: Op, root: Value | None) -> list[Op]:
 
 
 def _is_computed(f: _Function, kernel: GpuKernel, name: str, x: Value) -> bool:
-    """Return whether operand `name` is computed by StableHLO operations other than reshapes."""
+    """Return whether StableHLO operations compute the operand x, called `name`, of `kernel`.
+
+    Reshapes and constants do not count, and neither does an operand that the kernel overwrites.
+    """
     while (op := f.producer.get(x)) is not None and x not in f.stored and op.kind == "reshape":
         x = op.operands[0]
     is_known = op is None or x in f.stored or not is_supported(op) or op.kind == "constant"
@@ -237,7 +255,10 @@ def _is_computed(f: _Function, kernel: GpuKernel, name: str, x: Value) -> bool:
 
 
 def _separate(f: _Function, op: Op, values: Sequence[Value]) -> list[Op]:
-    """Return a call of one kernel for all f32 values among `values`; [] if there are none."""
+    """Return [call] with a call of one new kernel that computes and stores the f32 `values`.
+
+    Values of other types are ignored. Return [] if there are no f32 values.
+    """
     values = [value for value in dict.fromkeys(values) if value.dtype is F32]
     if not values:
         return []
@@ -294,7 +315,10 @@ def _beside(first: Op, second: Op) -> Op | None:
 
 
 def _rows_inside(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
-    """Move each kernel with `read_row` into the first kernel that uses its result, if that is cheap."""
+    """Move kernels that compute rows, such as norms, into the first kernel that uses their result.
+
+    Each workgroup of this kernel then computes all rows itself. That is done only if it is cheap.
+    """
     found = list(ops)
     for op in ops:
         kernel = op.attrs.get("kernel")
@@ -314,7 +338,10 @@ def _rows_inside(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
 
 
 def _with_rows(op: Op, user: Op, is_stored: bool) -> Op | None:
-    """Return a call of the kernel of `user` that also computes `op`, or None if that is not cheap."""
+    """Return one kernel call that computes both `op` and `user`, which uses the result of `op`.
+
+    Return None if that is too costly. is_stored: whether the call also returns the result of `op`.
+    """
     rows, kernel = op.attrs["kernel"], user.attrs.get("kernel")
     if not isinstance(kernel, GpuKernel):
         return None

@@ -1,4 +1,4 @@
-"""Rules that replace layer operations, and operations of `lowering.fusion`, by kernel calls."""
+"""Rules that replace layer operations and fused operations (`lowering.fusion`) by kernel calls."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from castiron.emitter.types import F32, I32, TensorType
 
 @dataclass
 class Context:
-    """The options of the lowering, and values that rules pass to each other.
+    """The options of the lowering rules, and values that one rule passes to the next.
 
-    project: emits matmuls. recurrent: for each kind of recurrent operation, the function that
-    returns its kernel; None for CPU kernels. counters: by tensor type, the i32 counters with which
-    the workgroups of an attention kernel divide their work (see `attention_decode`). Each attention
-    kernel gets the counters that the one before it returned.
+    project: appends the kernel call of a matmul and returns the result. recurrent: by kind of
+    recurrent operation, the function that returns its kernel; None for CPU kernels. counters: by
+    tensor type, i32 counters with which the workgroups of an attention kernel divide their work.
+    Each attention kernel gets the counters that the previous one returned.
     """
 
     isa: Isa
@@ -171,10 +171,10 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
 
 
 def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value:
-    """Return the columns of x [..., heads * n] that belong to some of the query heads.
+    """Return the columns of x [..., heads * n] for part number `part` of the query heads.
 
-    The query heads of each kv head are divided into `parts` equal parts. The result has the
-    columns of part number `part`.
+    A part has 1 / `parts` of the query heads of every kv head. So the result is
+    [..., heads * n / parts].
     """
     if parts == 1:
         return x
@@ -194,11 +194,12 @@ def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> V
 
 
 def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple[Tokens, dict[str, Value]]:
-    """Return (tokens, operands) for a recurrent kernel.
+    """Return which tokens the kernel of the recurrent operation `op` computes: (tokens, operands).
 
-    The operands are `positions` in a batch and `length` in a prefill, by name.
-    count: number of tokens of the call. numbers: the last operands of `op`, which are (positions,)
-        in a batch, (start, length) in a prefill, and (start,) in other functions.
+    tokens: their number, and whether they are a batch. operands: the kernel's operands about
+        tokens, by name: `positions` in a batch, `length` in a prefill, otherwise none.
+    count: number of tokens. numbers: the last operands of `op`: (positions,) in a batch, (start,
+        length) in a prefill, and (start,) in other functions.
     """
     if op.attrs["mode"] == "batch":
         return Tokens(count, state.shape[0], batch=True), {"positions": numbers[0]}
@@ -207,9 +208,10 @@ def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple
 
 
 def _columns(x: Value) -> tuple[Value, Columns]:
-    """Return (v, columns): the value [T, width] from which x is sliced, and the columns that are x.
+    """Find the value of which x [T, ...] is a slice of columns, so that a kernel reads it in place.
 
-    x: [T, ...]. If x is no slice of columns, v is x as [T, width], and `columns` has all of them.
+    Return (rows, columns): this value [T, width], and which of its columns are x. If x is not a
+    slice, these are x and all of its columns.
     """
     tokens, first, made = x.shape[0], 0, current_function().ops
     rows = x
@@ -230,8 +232,9 @@ def _recurrent(
     """Return the result of a recurrent operation and the state after it, computed by a kernel.
 
     make(tokens, columns): returns the kernel. state: the state before the operation. numbers: the
-    last operands of `op` (see `_tokens`). rows: the kernel's operands that may be columns of a
-    fused matmul, by name. given: the kernel's other operands.
+    last operands of `op`: positions and lengths, as for `_tokens`. rows: operands [T, ...], by
+    name, that the kernel reads in place if they are columns of a fused matmul. given: its other
+    operands.
     """
     tokens, own = _tokens(op, op.results[0].shape[0], state, numbers)
     found = {name: _columns(x) for name, x in rows.items()}
@@ -257,7 +260,7 @@ def causal_conv(c: Context, op: Op, x: Value, weight: Stored, *rest: Any) -> tup
 
 
 def _filters(weight: Weight) -> Param:
-    """Return filters [features, 1, n] of a convolution as a parameter, f32 [n, features]."""
+    """Return the weight [features, 1, n] of a convolution, transposed to f32 [n, features]."""
     features, _, positions = weight.shape
 
     def pack(raw: np.ndarray) -> np.ndarray:

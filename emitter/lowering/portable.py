@@ -25,17 +25,17 @@ _FLOATS: dict[str, DType] = {"f32": F32, "f16": F16, "bf16": BF16}
 
 
 class Stored:
-    """A weight of which codes, scales and minima are stored; it is dequantised where it is used."""
+    """A weight in its stored format, quantised or float; `value` dequantises it."""
 
     def __init__(self, weight: Weight) -> None:
         self.weight = weight
         self.codec = codec_of(weight.codec)
 
     def value(self, pick: Callable[[Value], Value] = lambda part: part) -> Value:
-        """Return the dequantised weight as f32.
+        """Append operations that dequantise the weight, or some rows of it; return the f32 result.
 
-        pick(part): selects rows of an array of the stored weight (codes, scales or minima), [rows,
-        ...].
+        pick(part): returns the wanted rows of an array [rows, ...]. It is applied to each array of
+        the stored weight: codes, scales and minima. By default, all rows are wanted.
         """
         weight, codec = self.weight, self.codec
         if not codec.quantised:
@@ -57,17 +57,17 @@ class Stored:
             stored = Param(f"{weight.name}.{name}", type_, source([weight], lambda raw: take(raw).reshape(type_.shape)))
             return ops.convert(pick(parameter(stored)), F32)
 
-        def factor(name: str, sub: str) -> Value:
-            """Return d * scales or m * minima for each group, f32 [rows, groups].
+        def factor(of_block: str, of_group: str) -> Value:
+            """Return the scale or minimum of each group of a row's elements, f32 [rows, groups].
 
-            name: "d" or "m". sub: "scales" or "minima", an array of `Parts`; missing factors count
-            as 1.
+            It is the factor of the group's block (the array `of_block`: "d" or "m") times the
+            factor of the group (`of_group`: "scales" or "minima"; 1 if the codec has none).
             """
-            value = part(name, blocks)
+            value = part(of_block, blocks)
             shape = (value.shape[0], blocks, groups // blocks)
             wide = ops.broadcast_in_dim(value, shape, (0, 1))
-            if sub in sample:
-                wide = ops.multiply(wide, ops.reshape(part(sub, groups), shape))
+            if of_group in sample:
+                wide = ops.multiply(wide, ops.reshape(part(of_group, groups), shape))
             return ops.reshape(wide, (shape[0], groups))
 
         codes = part("codes", inner)
@@ -81,7 +81,7 @@ class Stored:
 
 
 def float_param(weight: Weight, dtype: DType) -> Param:
-    """Return the parameter for a weight of floats, from the checkpoint or from `Weight.values`."""
+    """Return a float weight as a parameter, from the checkpoint or computed by `Weight.values`."""
     type_ = TensorType(weight.shape, dtype)
     if (values := weight.values) is not None:
         return Param(weight.name, type_, Source((), lambda: np.asarray(values(), np.float32)))
@@ -107,7 +107,7 @@ def linear(op: Op, x: Value, weight: Value | Stored, bias: Value | Stored | None
 
 
 def _along_last(vector: Value, like: Value) -> Value:
-    """Broadcast `vector` to the shape of `like`; the last dimensions of both are equal."""
+    """Broadcast `vector` to the shape of `like`, whose last dimensions are those of `vector`."""
     return ops.broadcast_in_dim(vector, like.shape, range(like.type.rank - vector.type.rank, like.type.rank))
 
 
@@ -271,10 +271,10 @@ def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -
 
 
 def split_orders(op: Op, stacked: tuple[Stored, ...]) -> tuple[tuple[Stored, ...], list[Stored | None]]:
-    """Split the operands `stacked` of `experts`: return (weights and biases, permutations).
+    """Split the operands `stacked` of `experts` into (weights and biases, column permutations).
 
-    The permutations of weight columns are the last operands. The result has two: one for gate and
-    up, and one for down. A permutation is None if the columns are in the order of x.
+    The permutations (GPTQ's desc_act) are a list of two: one for gate and up, and one for down. A
+    permutation is None if the columns are in the usual order.
     """
     count = sum(op.attrs["ordered"])
     orders = iter(stacked[len(stacked) - count :])
@@ -324,10 +324,10 @@ def _experts_of_pairs(
     parts: list[_Stacked],
     orders: Sequence[Stored | None],
 ) -> Value:
-    """Return the result of `experts` for several tokens.
+    """Return the result [T, hidden] of `experts` for several tokens.
 
-    The same operations compute all (token, expert) pairs, so that the program does not grow with
-    their number.
+    All (token, expert) pairs form one batch, so that the number of StableHLO operations does not
+    depend on the number of tokens.
     """
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     pairs = tokens * per_token

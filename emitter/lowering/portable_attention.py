@@ -1,4 +1,4 @@
-"""Lower attention to StableHLO, for KV caches of all positions and for ring buffers.
+"""Lower attention to StableHLO, for KV caches that store all positions and for ring buffers.
 
 A cache is [layers, positions, kv_heads, *row], where `row` is the shape in which a format stores
 the key or value of one head (`Cache.row`).
@@ -61,10 +61,11 @@ def _over_positions(
     op: Op, sinks: Value | None, layer: int, start: Value, length: Value | None,
     q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value,
 ) -> tuple[Value, Value, Value]:  # fmt: skip
-    """Return the result and the updated caches for one sequence, if caches store all positions.
+    """Compute attention of one sequence over caches that store all positions.
 
-    layer: index in dimension 0 of the caches. length: number of tokens from `start` on that are not
-    padding. It is None if there is no padding, and 0 for an idle sequence of a batch.
+    Return the result [T, heads * head_dim] and the updated key and value caches. layer: index in
+    dimension 0 of the caches. start: position of the first token. length: number of tokens that are
+    not padding; None if there is no padding, 0 if a sequence of a batch has no token.
     """
     tokens, context, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
     k, v = _rounded(k, stored), _rounded(v, stored)
@@ -107,7 +108,10 @@ def _widened(rows: Value, stored: Cache) -> Value:
 
 
 def _stored_or_new(new: Value, cache: Value, layer: int, start: Value, length: Value) -> Value:
-    """Return `new` [1, kv_heads, *row], or the cache's row at position `start` if `length` is 0."""
+    """Return the cache row to write at position `start`: `new`, or the old row if `length` is 0.
+
+    Both are [1, kv_heads, *row]. In a batch, a sequence without a token in this call has length 0.
+    """
     zero = ops.constant(0, I32, ())
     at = (ops.constant(layer, I32, ()), start, *[zero] * (cache.type.rank - 2))
     old = ops.dynamic_slice(cache, at, (1, 1, *cache.shape[2:]))
@@ -119,7 +123,12 @@ def _over_ring(
     op: Op, sinks: Value | None, layer: int, start: Value, length: Value | None,
     q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value,
 ) -> tuple[Value, Value, Value]:  # fmt: skip
-    """Return the result and the updated caches, as `_over_positions` does, for ring buffers."""
+    """Compute attention of one sequence over ring buffers, which store the last positions only.
+
+    Return the result [T, heads * head_dim] and the updated key and value caches. layer: index in
+    dimension 0 of the caches. start: position of the first token. length: number of tokens that are
+    not padding; None if there is no padding.
+    """
     tokens, rows, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
     every = ops.constant(tokens, I32, ())
     # Each row gets its last real position, if that position is new.

@@ -71,10 +71,7 @@ def softplus(x: Value) -> Value:
 
 
 def _along(vector: Value, like: Value, *dims: int) -> Value:
-    """Broadcast `vector` to the shape of `like`.
-
-    dims: the dimensions of `like` that `vector` has.
-    """
+    """Broadcast `vector` to the shape of `like`; dimension i becomes dimension `dims[i]`."""
     return ops.broadcast_in_dim(vector, like.shape, dims)
 
 
@@ -168,17 +165,17 @@ def _times(x: Value, y: Value) -> Value:
     return ops.multiply(x, ops.broadcast_in_dim(y, x.shape, (0, 1, 2)))
 
 
-def _chunks(tokens: _Tokens, rows: list[Value], one: Callable[..., tuple[Value, Value]]) -> tuple[Value, Value]:
+def _chunks(tokens: _Tokens, rows: list[Value], chunk: Callable[..., tuple[Value, Value]]) -> tuple[Value, Value]:
     """Return the results [T, heads, ...] and the final state of a recurrence, computed in chunks.
 
-    rows: the operands of all tokens, [T, heads, ...] each. one(*rows, state): returns the results
-    and the state after one chunk of C tokens, whose rows are [heads, C, ...].
+    rows: the operands of all tokens, [T, heads, ...] each. chunk(*rows, state): returns the results
+    of one chunk of C tokens and the state after it. Its rows and results are [heads, C, ...].
     """
     results, count, state = [], rows[0].shape[0], ops.reshape(tokens.before, tokens.before.shape[1:])
     for start in range(0, count, CHUNK):
         stop = min(start + CHUNK, count)
         own = (ops.slice_(x, (start, *[0] * (x.type.rank - 1)), (stop, *x.shape[1:])) for x in rows)
-        result, state = one(*map(_swapped, own), state)
+        result, state = chunk(*map(_swapped, own), state)
         results.append(_swapped(result))
     return ops.concatenate(results, 0), ops.reshape(state, tokens.before.shape)
 

@@ -36,8 +36,9 @@ class Projection:
     residual: value that is added to the result.
     glu: activation of a GLU.
     length: number of rows of x that are not padding.
-    chosen, experts: with experts, each weight has the rows of all experts, [experts * n, in]. Row i
-        of the result is row i // k of x times the rows of expert chosen[i], for k = len(chosen) / T.
+    experts: number of experts, or 0. With experts, each weight is [experts * n, in].
+    chosen: i32 [T * k], the k experts of each row of x. The result has T * k rows; row i is row
+        i // k of x times the weights of expert chosen[i].
     """
 
     x: Value
@@ -87,11 +88,12 @@ class Projection:
 
 @dataclass(frozen=True)
 class Projector:
-    """An emitter of calls of matmul kernels for CPUs.
+    """A callable that appends the CPU kernel call of a `Projection` and returns its result.
 
-    kernel_of: returns the kernel of a matmul. fast: whether x may be rounded to int8 or bf16, where
-    a kernel supports that. draft: whether x of one token may be rounded too. rounded: results of
-    kernels that convert x for a matmul, by (x, name of the kernel).
+    kernel_of: returns the kernel of a matmul. fast: whether x of several tokens may be rounded to
+    int8 or bf16, where a kernel supports that. draft: whether x of one token may be rounded too.
+    rounded: the rounded copies of x that matmuls with the same x share, by (x, name of the kernel
+    that rounds x).
     """
 
     kernel_of: Callable[[Matmul], Kernel]

@@ -1,4 +1,4 @@
-"""Copy a function into another module, replacing operations by rules."""
+"""Copy a function into another module, with operations replaced by rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ Rule = Callable[..., Any]
 def rewrite(function: Graph, rules: Mapping[str, Rule], into: Module) -> None:
     """Add a copy of `function` to the module `into`, with operations replaced by `rules`.
 
-    rules: the rule for each kind of operation. Operations of other kinds are copied.
+    rules: by kind of operation, a function that gets the operation and its new operands, and
+    returns the values that replace the results. Operations of other kinds are copied.
     """
     inputs = [Value(v.type, v.name) for v in function.inputs]
     mapped: dict[Value, Any] = dict(zip(function.inputs, inputs))

@@ -1,7 +1,7 @@
-"""Give each attention operation its own norm and rotation of keys and values.
+"""Copy norms and rotations of keys and values that several attention layers share (Gemma 4).
 
-Layers that use the keys and values of an earlier layer (Gemma 4) then compute them again in their
-attention kernel, because `lowering.fusion` makes them a part of `fused_attention`.
+Norms and rotations become a part of an attention kernel only if nothing else uses their results.
+With copies, the kernel of every layer can compute them (see `lowering.fusion`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _KINDS = ("rope", "rms_norm", "reshape")
 
 
 def with_own_heads(function: Graph) -> Graph:
-    """Return a copy of a function in which no two attention operations have the same k or v."""
+    """Return a copy of a function in which attention operations share no norms or rotations."""
     producer = {value: op for op in function.ops for value in op.results}
     ops, seen = list[Op](), set[Value]()
 

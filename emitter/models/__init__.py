@@ -85,13 +85,13 @@ def build(
     config: the model's config.json.
     codecs: maps a checkpoint tensor's name to the codec in which the bundle stores it.
     context: the max number of positions.
-    widths, verify, batches, embeds: for which numbers of tokens T to make functions prefill_T,
-        verify_T, decode_batch_T and embed_T.
+    widths, verify, batches, embeds: the numbers of tokens T for which to make functions named
+        prefill_T, verify_T, decode_batch_T and embed_T.
     cache: the format of KV caches, "f32", "f16" or "q8_0".
     pooling: if given, the model is an encoder, whose only functions are encode_T for each T in
         `embeds`.
-    orders: maps the name of each weight with reordered columns to the name of a tensor f32 [in].
-        Element i of the tensor is the input feature that column i of the weight multiplies.
+    orders: maps the name of each weight with reordered columns (GPTQ's desc_act) to the name of a
+        tensor f32 [in]. Its element i is the input feature that column i of the weight multiplies.
     """
     model, c = family(config), read_config(config)
     if not 1 <= context <= c.max_positions:
@@ -149,7 +149,10 @@ def _results(step: Step, model: ModuleType, c: Any, pooling: Pooling | None) -> 
 
 
 def _hidden(step: Step, model: ModuleType) -> Value:
-    """Return the LM head's input [T, hidden], and remove the LM head's operations from the graph."""
+    """Return the hidden states [T, hidden] before the LM head; delete the LM head from the graph.
+
+    Functions that return embeddings do not need logits.
+    """
     hidden, made = step.hidden, current_function().ops
     if hidden is None:
         raise EmitError(f"{model.__name__}: `forward` records no hidden states; compute the logits with layers.lm_head")

@@ -82,8 +82,8 @@ class ConfigReader:
         self.model_type = config.get("model_type", "?")
         self._taken: set[str] = set()
 
-    def _error(self, key: str, problem: str) -> EmitError:
-        return EmitError(f"{key!r} in the {self.model_type} config {problem}")
+    def _error(self, key: str, value: Any, remedy: str) -> EmitError:
+        return EmitError(f"{key!r} in the {self.model_type} config is {shorten(value)}; {remedy}")
 
     def take(self, key: str, default: Any = ..., kinds: type | tuple[type, ...] = (int,), minimum: int = 1) -> Any:
         """Return the value of `key`, or `default` if the key is absent or null.
@@ -100,25 +100,25 @@ class ConfigReader:
             return default
         kinds = kinds if isinstance(kinds, tuple) else (kinds,)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise self._error(key, f"is {shorten(value)}, not {_json_names(kinds)}")
-        if problem := self._problem(key, value, minimum if kinds == (int,) else None):
-            raise self._error(key, f"is {shorten(value)}, {problem}")
+            raise self._error(key, value, f"it must be {_json_names(kinds)}")
+        if required := self._requirement(key, value, minimum if kinds == (int,) else None):
+            raise self._error(key, value, f"it must be {required}")
         if key in _ROPE_ENTRIES and isinstance(value, dict):
             check_entry(value)
         return value
 
     @staticmethod
-    def _problem(key: str, value: Any, minimum: int | None) -> str | None:
+    def _requirement(key: str, value: Any, minimum: int | None) -> str | None:
         if minimum is not None and not minimum <= value <= _MAX_INT:
-            return f"less than {minimum}" if value < minimum else f"more than {_MAX_INT}"
+            return f"at least {minimum}" if value < minimum else f"at most {_MAX_INT}"
         if isinstance(value, int | float) and not isinstance(value, bool) and not is_number(value):
-            return "outside the range of f32"
+            return "in the range of f32"
         if key in POSITIVE and not is_positive(value):
-            return "not above 0"
+            return "above 0"
         if isinstance(value, list) and key not in _CHECKED_BY_FAMILIES:
             are_strings = all(isinstance(item, str) for item in value)
             if not are_strings and not all(isinstance(item, bool) or is_number(item) for item in value):
-                return "neither a list of strings nor a list of numbers"
+                return "a list of strings or a list of numbers"
         return None
 
     def nullable(self, key: str, default: Any, kinds: type | tuple[type, ...] = (int,)) -> Any:
@@ -135,7 +135,7 @@ class ConfigReader:
         """Return the list of numbers at `key`, which must be as long as `default`."""
         values = self.take(key, list(default), list)
         if len(values) != len(default) or not all(map(is_number, values)):
-            raise self._error(key, f"is {shorten(values)}, not {len(default)} numbers")
+            raise self._error(key, values, f"it must be a list of {len(default)} numbers")
         return tuple(values)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -147,13 +147,13 @@ class ConfigReader:
         value = self.config.get(key)
         if value is not None and value not in values:
             allowed = " or ".join(repr(v) for v in values) or "null"
-            raise self._error(key, f"is {shorten(value)}; only {allowed} is supported")
+            raise self._error(key, value, f"only {allowed} is supported")
 
     def choice(self, key: str, choices: Mapping[str, str], default: Any = ...) -> str:
         """Return `choices[value]` for the value of `key`; raise EmitError for any other value."""
         value = self.take(key, default, str)
         if value not in choices:
-            raise self._error(key, f"is {shorten(value)}; supported are {', '.join(choices)}")
+            raise self._error(key, value, f"supported are {', '.join(choices)}")
         return choices[value]
 
     def unused(self, *keys: str) -> None:
@@ -168,7 +168,7 @@ class ConfigReader:
         """
         types = self.layer_types(layers, (FULL, SLIDING), [SLIDING if slides(layer) else FULL for layer in range(layers)])
         if SLIDING in types and window is None:
-            raise EmitError(f"the {self.model_type} config has layers with a sliding window, but no 'sliding_window'")
+            raise EmitError(f"the {self.model_type} config lacks 'sliding_window' for its layers; add it to config.json")
         return [window if type_ == SLIDING else None for type_ in types]
 
     def layer_types(self, layers: int, known: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ class ConfigReader:
         types = [_OLD_TYPES.get(type_, type_) for type_ in self.take("layer_types", default, (list, tuple))]
         if len(types) != layers or any(type_ not in known for type_ in types):
             wanted = f"{' or '.join(map(repr, known))} for each of {layers} layers"
-            raise self._error("layer_types", f"is {shorten(types)}; it must have {wanted}")
+            raise self._error("layer_types", types, f"it must have {wanted}")
         return tuple(types)
 
     def expert_groups(self, experts: int, per_token: int, groups: int = 1, best: int = 1) -> tuple[int, int]:
@@ -191,12 +191,12 @@ class ConfigReader:
         groups, best = self.take("n_group", groups), self.take("topk_group", best)
         if groups > 1:
             if experts % groups or experts < 2 * groups:
-                raise self._error("n_group", f"is {groups}; it must divide {experts} experts into groups of 2 or more")
+                raise self._error("n_group", groups, f"it must divide {experts} experts into groups of 2 or more")
             if best > groups:
-                raise self._error("topk_group", f"is {best}; it must be at most 'n_group', {groups}")
+                raise self._error("topk_group", best, f"it must be at most 'n_group', {groups}")
             if (usable := best * experts // groups) < per_token:
-                problem = f"is {best}, which gives a token {usable} experts; it needs at least {per_token}"
-                raise self._error("topk_group", problem)
+                remedy = f"it allows a token {usable} experts, but a token uses {per_token}"
+                raise self._error("topk_group", best, remedy)
         return groups, best
 
     def rotary(self, head_dim: int, max_positions: int, theta: float = 10000.0, partial: float | None = None) -> Rotary:
@@ -212,24 +212,25 @@ class ConfigReader:
         share = self.take("partial_rotary_factor", partial or 1.0, (int, float))
         share = entry.get("partial_rotary_factor") or share
         if partial is None and share != 1:
-            raise self._error(
-                "partial_rotary_factor", f"is {shorten(share)}; it must be 1, because this family rotates complete heads"
-            )
+            raise self._error("partial_rotary_factor", share, "it must be 1, because this family rotates complete heads")
         return self.frequencies(entry, int(head_dim * share), max_positions, self.number("rope_theta", theta))
 
     def rotaries(self, head_dims: Sequence[int], max_positions: int, full: Mapping, sliding: Mapping) -> tuple[Rotary, Rotary]:
-        """Return the rotary frequencies for full attention, and those for sliding windows.
+        """Return the rotary frequencies of full attention, and those of sliding-window attention.
 
-        head_dims: the head_dim of each of the two types of layers. full, sliding: HF's default
-        object in `rope_parameters` for each type. Configs of transformers before version 5 have the
-        object for full attention in `rope_scaling`.
+        The config has the rope parameters of both types of layers in `rope_parameters` (since
+        transformers 5), or those of full attention in `rope_scaling`. full, sliding: HF's default
+        rope parameters of each type. head_dims: the head_dim of each type.
         """
         nested, defaults = self.take("rope_parameters", {}, dict), (full, sliding)
         if nested and set(nested) != {FULL, SLIDING}:
-            raise self._error("rope_parameters", f"has {shorten_list(sorted(nested))}; it must have {FULL} and {SLIDING} only")
+            found = shorten_list(sorted(nested))
+            raise EmitError(
+                f"'rope_parameters' in the {self.model_type} config has {found}; it must have {FULL} and {SLIDING} only"
+            )
         entries = [nested.get(kind) or default for kind, default in zip((FULL, SLIDING), defaults)]
-        if wrong := [entry for entry in entries if not isinstance(entry, Mapping)]:
-            raise self._error("rope_parameters", f"has {shorten(wrong[0])} for a type of layer; it must be an object")
+        if not all(isinstance(entry, Mapping) for entry in entries):
+            raise self._error("rope_parameters", nested, f"{FULL} and {SLIDING} in it must be objects")
         entries[0] = {**entries[0], **self.take("rope_scaling", {}, dict)}
         of_full, of_sliding = (
             self.frequencies(entry, head_dim, max_positions, default["rope_theta"])
@@ -238,16 +239,21 @@ class ConfigReader:
         return of_full, of_sliding
 
     def frequencies(self, entry: Mapping, rotary_dim: int, max_positions: int, theta: float) -> Rotary:
-        """Return the rotary frequencies that one object of rope parameters defines.
+        """Return the rotary frequencies that the rope parameters `entry` define.
 
-        entry: the object. theta: default of `rope_theta` in `entry`. As in HF, the config's
-        `original_max_position_embeddings` overrides the one in `entry`.
+        entry: a dictionary such as the config's `rope_scaling`. theta: used if `entry` has no
+        `rope_theta`. As in HF, `original_max_position_embeddings` at the top level of the config
+        overrides the one in `entry`.
         """
         original = self.take("original_max_position_embeddings", None)
         kind = entry.get("rope_type") or entry.get("type")
         if kind == "proportional":
-            if unknown := set(entry) - {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}:
-                raise EmitError(f"rope scaling 'proportional' has unknown keys: {', '.join(sorted(unknown))}")
+            known = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
+            if unknown := set(entry) - known:
+                raise EmitError(
+                    f"rope scaling 'proportional' in the {self.model_type} config has unknown keys: "
+                    f"{', '.join(sorted(unknown))}; only {', '.join(sorted(known))} are supported"
+                )
             share, factor = entry.get("partial_rotary_factor", 1.0), entry.get("factor", 1.0)
             return proportional(entry.get("rope_theta") or theta, rotary_dim, share, factor, max_positions)
         if original is not None and kind in WITH_ORIGINAL_LENGTH:
@@ -257,10 +263,11 @@ class ConfigReader:
     def read(
         self, config: type[C], positions: Any = ..., theta: float = 10000.0, partial: float | None = None, **own: Any
     ) -> C:
-        """Return an instance of the family's dataclass `config`, read from config.json.
+        """Read config.json into an instance of `config`, the family's dataclass.
 
-        own: values of fields that the family computes itself. A field with a default is read from
-            the key with the field's name, and any other field from HF's usual key.
+        own: the fields that the family has computed itself. Of the other fields, one with a default
+            in the dataclass is read from the key of the same name, such as `num_experts_per_tok`,
+            and one without a default from HF's usual key, such as `vocab` from `vocab_size`.
         positions, theta, partial: HF's defaults of `max_position_embeddings` (`...`: the key is
             required), `rope_theta` and `partial_rotary_factor`.
         """
@@ -313,7 +320,7 @@ class ConfigReader:
         return tuple(rest)
 
     def _has_effect(self, key: str) -> bool:
-        """Return whether HF's model may read `key`; True for all keys if HF lacks the family."""
+        """Return whether HF's model may read `key`; True if transformers lacks the model type."""
         if TRAINERS.fullmatch(key):
             return False
         if self.model_type not in HF_KEYS:

@@ -41,12 +41,11 @@ class ModelConfig:
 
 
 class DecoderConfig(ModelConfig):
-    """The config of a decoder.
+    """The config fields that all families of decoders have.
 
-    tied: whether the output head uses the embedding's weight. attention_bias, mlp_bias: whether
-    the linear layers of attention and of the MLP have biases. A family
-    whose subclass gives one of these two fields a default reads the field from config.json. In
-    other families, the field is False.
+    tied: whether the LM head uses the embedding's weight. attention_bias, mlp_bias: whether the
+    linear layers of attention and of the MLP have biases. `ConfigReader.read` reads these two
+    fields from config.json only if the family's subclass gives them a default; else they are False.
     """
 
     tied: bool
@@ -56,7 +55,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def max_positions(self) -> int:
-        """Return the max sequence length; HF uses other rotary frequencies for longer sequences."""
+        """Return the max sequence length for which the rotary frequencies equal those of HF."""
         return min(value.positions for value in vars(self).values() if isinstance(value, Rotary))
 
     def tables(self, step: Step) -> Sequence[Any]:

@@ -49,9 +49,10 @@ class DeltaConfig(HybridConfig):
 
 
 def delta_fields(c: ConfigReader) -> dict[str, Any]:
-    """Return the fields of a `DeltaConfig` whose config keys, or HF's defaults, are unusual.
+    """Return the keyword arguments of `ConfigReader.read` for a family with gated delta nets.
 
-    They are passed to `ConfigReader.read`.
+    They are fields of a `DeltaConfig`, read from keys that other families do not have, and defaults
+    that differ from those of other families.
     """
     layers, interval = c.take("num_hidden_layers"), c.take("full_attention_interval", 4)
     types = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers)]
@@ -100,7 +101,8 @@ def delta_net(step: Step, c: DeltaConfig, layer: int, qkv: Value, z: Value, a: V
     """Apply a gated delta net with its output norm and `out_proj`; return [T, hidden].
 
     qkv: q, k and v before the convolution, [T, 2 * c.keys + c.values]. z: the output gate, [T,
-    c.values]. a, b: the inputs of decay and beta, [T, value_heads]; see `recurrences.gated_delta`.
+    c.values]. a, b: [T, value_heads]. The decay of the state is exp(-exp(A_log) softplus(a +
+    dt_bias)), and the strength of its update is sigmoid(b).
     """
     tokens = qkv.shape[0]
     qkv = activation(causal_conv(step, layer, qkv, "conv1d", bias=False), c.hidden_act)

@@ -25,11 +25,11 @@ _LATENT_EPS = 1e-6
 class LatentConfig(DecoderConfig):
     """The config of a decoder with latent attention.
 
-    head_dim: width of the KV cache's only head, which has `kv_lora_rank` features of the latent
-    vector and then `qk_rope_head_dim` rotated features. scale: the factor of attention scores.
-    sparse: for each layer, whether it has experts. groups: the number of groups of experts, and how
-    many groups a token may use. scores: "sigmoid" or "softmax", see `layers.route`. With "sigmoid",
-    experts have a correction, and a group of experts is rated by its two best scores.
+    head_dim: number of features that the KV cache stores for a token: the latent vector
+    (`kv_lora_rank`), then the rotated key (`qk_rope_head_dim`), both shared by all heads. scale:
+    the factor of attention scores. sparse: for each layer, whether it has experts. groups: the
+    number of groups of experts, and how many groups a token may use. scores: how router logits
+    become scores, "sigmoid" as in DeepSeek V3 or "softmax" as in DeepSeek V2.
     """
 
     attention_bias: bool = False
@@ -52,11 +52,11 @@ class LatentConfig(DecoderConfig):
 
 
 def latent_fields(c: ConfigReader, kv_heads: int | None, positions: int, q_lora_rank: int, nope: int) -> dict[str, Any]:
-    """Return the fields of a `LatentConfig` whose config keys, or HF's defaults, are unusual.
+    """Return the keyword arguments of `ConfigReader.read` for a family with latent attention.
 
-    They are passed to `ConfigReader.read`. kv_heads, positions, q_lora_rank, nope: HF's defaults of
-    `num_key_value_heads` (None: `num_attention_heads`), `max_position_embeddings`, `q_lora_rank`
-    and `qk_nope_head_dim`.
+    They are fields of a `LatentConfig`. kv_heads, positions, q_lora_rank, nope: the family's
+    defaults in HF of `num_key_value_heads` (None: `num_attention_heads`),
+    `max_position_embeddings`, `q_lora_rank` and `qk_nope_head_dim`.
     """
     # HF computes `qk_head_dim` from its parts, and never reads `pretraining_tp`.
     c.unused("qk_head_dim", "pretraining_tp")
@@ -77,7 +77,10 @@ def latent_fields(c: ConfigReader, kv_heads: int | None, positions: int, q_lora_
 
 
 def yarn_scale(c: ConfigReader) -> float:
-    """Return the factor by which YaRN scales both q and k (HF's `yarn_apply_mscale`)."""
+    """Return the factor by which YaRN multiplies q, and also k; it is 1.0 without YaRN.
+
+    The config's `mscale_all_dim` determines it, as in HF's `yarn_apply_mscale`.
+    """
     entry = c.take("rope_scaling", None, dict) or c.take("rope_parameters", {}, dict)
     kind, share = entry.get("rope_type") or entry.get("type") or "default", entry.get("mscale_all_dim")
     if kind == "default" or not share or entry.get("factor", 1) <= 1:

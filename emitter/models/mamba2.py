@@ -40,7 +40,8 @@ class Mamba:
 
     def __post_init__(self) -> None:
         if self.limit[0] < 0:
-            raise EmitError(f"the min time step in the config is {self.limit[0]}; it must be at least 0")
+            low = self.limit[0]
+            raise EmitError(f"the config's min time step ('mamba_dt_min', 'time_step_min') is {low}; it must be at least 0")
 
     @classmethod
     def read(cls, c: ConfigReader, features: int | None = None) -> Mamba:
@@ -56,7 +57,8 @@ class Mamba:
         head_dim = features // heads if stated == "auto" else stated
         if head_dim * heads != features:
             raise EmitError(
-                f"the {c.model_type} config has {heads} Mamba heads of size {stated}; heads x size must be {features}"
+                f"the {c.model_type} config has {heads} Mamba heads ('mamba_n_heads') of size {shorten(stated)} "
+                f"('mamba_d_head'); heads x size must be {features}"
             )
         return cls(
             heads,
@@ -80,7 +82,10 @@ class Mamba:
         return self.groups * self.state
 
     def states(self, layers: Sequence[int]) -> tuple[State, State]:
-        """Return the states `conv` and `scan` for `layers`, the model's layers with Mamba 2."""
+        """Return the recurrent states of the layers with Mamba 2, whose indices are `layers`.
+
+        `conv` has the last inputs of the convolution, and `scan` the state of the recurrence.
+        """
         count, own = len(layers), tuple(layers)
         conv = State("conv", (count, self.positions - 1, self.features + 2 * self.shared), "recurrent", layers=own)
         return conv, State("scan", (count, self.heads, self.head_dim, self.state), "recurrent", layers=own)
