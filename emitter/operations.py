@@ -54,7 +54,7 @@ def build(
 ) -> tuple[Value, ...]:
     """Append an operation and return the results; raise EmitError if the operation is invalid.
 
-    table: the checks of all kinds of operations. results: the types of the results.
+    table: all kinds of operations, with their checks. results: the types of the results.
     """
     if all(isinstance(operand, Value) for operand in operands):
         op = Op(kind, tuple(operands), tuple(map(Value, results)), attrs or {}, current_path())

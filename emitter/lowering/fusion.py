@@ -390,7 +390,7 @@ def _common(paths: list[str]) -> str:
 
 
 def _stack(graph: _Uses, linears: list[Op]) -> list[Op]:
-    """Return one matmul for these linear operations, and a slice of its result for each of them."""
+    """Return one matmul for `linears`, which have the same input, and slices of its result."""
     tokens, path = linears[0].results[0].shape[0], _common([op.path for op in linears])
     ends = np.cumsum([op.results[0].shape[1] for op in linears]).tolist()
     row = Value(TensorType((tokens, ends[-1]), F32))

@@ -301,7 +301,7 @@ def _overwritten(op: Op) -> list[Value]:
 
 
 def _beside(first: Op, second: Op) -> Op | None:
-    """Return one kernel call for two, or None if they do not fit into one."""
+    """Return one kernel call for both, or None if it would exceed the limits of a kernel."""
     a, b = first.attrs["kernel"], second.attrs["kernel"]
     names = dict(zip(first.operands, a.tensors))
     shared = {name: names[x] for name, x in zip(b.tensors, second.operands) if x in names}

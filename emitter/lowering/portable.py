@@ -282,10 +282,11 @@ def split_orders(op: Op, stacked: tuple[Stored, ...]) -> tuple[tuple[Stored, ...
 
 
 def ordered(x: Value, order: Stored | None, expert: Value) -> Value:
-    """Permute the features of each row of x [n, in] to match the columns of an expert's weight.
+    """Permute the features of each row of x [n, in] to the column order of its expert's weight.
 
-    x has one row for each pair of a token and one of its experts. order: [experts, in], the feature
-    that each column multiplies; None for no permutation. expert: the expert of each row, i32 [n].
+    x has one row for each pair of a token and one of its experts. expert: the expert of each row,
+    i32 [n]. order: [experts, in], the feature of x that each column of an expert's weight
+    multiplies; None for no permutation.
     """
     if order is None:
         return x

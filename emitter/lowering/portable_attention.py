@@ -82,7 +82,10 @@ def _over_positions(
 
 
 def _rounded(x: Value, stored: Cache) -> Value:
-    """Convert f32 keys or values [n, kv_heads, head_dim] to rows of a cache [n, kv_heads, *row]."""
+    """Convert f32 keys or values [n, kv_heads, head_dim] to the cache format `stored`.
+
+    The result is [n, kv_heads, *row], where `row` is the shape of one head in this format.
+    """
     if not stored.grouped:
         return ops.convert(x, stored.dtype)
     groups, size = stored.row(x.shape[2])
@@ -97,7 +100,10 @@ def _rounded(x: Value, stored: Cache) -> Value:
 
 
 def _widened(rows: Value, stored: Cache) -> Value:
-    """Convert rows [n, kv_heads, *row] of a cache to f32 keys or values [n, kv_heads, head_dim]."""
+    """Convert keys or values in the cache format `stored` to f32 [n, kv_heads, head_dim].
+
+    rows: [n, kv_heads, *row], where `row` is the shape of one head in this format.
+    """
     if not stored.grouped:
         return ops.convert(rows, F32)
     *peak, size = rows.shape
@@ -110,7 +116,8 @@ def _widened(rows: Value, stored: Cache) -> Value:
 def _stored_or_new(new: Value, cache: Value, layer: int, start: Value, length: Value) -> Value:
     """Return the cache row to write at position `start`: `new`, or the old row if `length` is 0.
 
-    Both are [1, kv_heads, *row]. In a batch, a sequence without a token in this call has length 0.
+    Both are the keys or the values of one position. In a batch, a sequence without a token in this
+    call has length 0.
     """
     zero = ops.constant(0, I32, ())
     at = (ops.constant(layer, I32, ()), start, *[zero] * (cache.type.rank - 2))

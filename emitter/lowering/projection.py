@@ -53,7 +53,7 @@ class Projection:
 
     @property
     def matmul(self) -> Matmul:
-        """Return the specification of the matmul, with the numerics "exact"."""
+        """Return the sizes and options that select the matmul's kernel, with numerics "exact"."""
         rows = [w.shape[0] // (self.experts or 1) for w in self.weights]
         tokens = self.x.shape[0] if self.chosen is None else self.chosen.shape[0]
         return Matmul(
@@ -134,7 +134,7 @@ class Projector:
 
 
 def packed_param(weights: Sequence[Weight], interleaved: bool = False, experts: int = 1) -> Param:
-    """Return one parameter with the rows of all `weights`, packed for kernels.
+    """Return one parameter with the rows of all `weights`, packed for CPU kernels.
 
     experts: the number of experts, or 1. Each weight has the rows of expert 0, then those of expert
     1, and so on. The parameter has the rows of expert 0 from all weights, then those of expert 1.
