@@ -30,7 +30,7 @@ _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from castir
 class LimitExceeded(Exception):
     """Raised if a function in a child process exceeds a limit, crashes, or raises an exception.
 
-    If the function raises PipelineError, the caller gets that error instead.
+    A PipelineError that the function raises is passed on to the caller as it is.
     """
 
 
@@ -40,8 +40,8 @@ class ChildProcess:
     def __init__(self, seconds: float, max_bytes: int, initialise: Callable[..., Any] = bool, *arguments: Any):
         """Set the limits of a call, and the function that each new process calls first.
 
-        seconds: max processor time; the max wall-clock time is `PATIENCE` times as much. max_bytes:
-        max memory, on systems that can limit it. initialise: called with `arguments`.
+        seconds: max processor time of a call; its max wall-clock time is 10 times as much.
+        max_bytes: max memory, on systems that can limit it. initialise: called with `arguments`.
         """
         self.seconds, self.max_bytes, self._initialise = seconds, max_bytes, (name_of(initialise), arguments)
         self._process: subprocess.Popen | None = None
@@ -114,7 +114,7 @@ class ChildProcess:
 
 
 def run_on_large_stack(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function in a low-priority thread with `STACK_BYTES` of stack; return its result."""
+    """Run a function in a low-priority thread with a stack of 64 MiB; return its result."""
     future: Future[Any] = Future()
 
     def run() -> None:

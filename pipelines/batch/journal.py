@@ -1,8 +1,8 @@
 """The journal of a batch job: a file next to the output with a line for each finished record.
 
 A line is a CRC-32 in hex, a space and a JSON object. Incomplete and damaged lines are ignored, and
-their records are answered again. The journal stays when the output is complete. So a later run, for
-example with more records, can use the finished results.
+their records are answered again. The journal is not deleted when the job ends, so that a later run,
+for example with more records in the input, need not answer the finished records again.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ MAX_LINE = 1 << 28
 
 @dataclass(frozen=True)
 class Entry:
-    """A finished record, as a line of the journal has it.
+    """A finished record of a batch job: its input columns and its answer.
 
-    own: the input columns, {name: value}; for Parquet, a one-row Arrow stream in base64. added: the
-    columns of the answer, {name: value}.
+    own: the input columns, {name: value}; for a Parquet input, one row as an Arrow stream in
+        base64.
+    added: the output columns that the answer adds, {name: value}.
     """
 
     own: Mapping[str, Any] | str
@@ -50,10 +51,10 @@ class Entry:
 
 
 class Journal:
-    """The journal file of a batch job, locked by this process."""
+    """The open journal of a batch job; a lock keeps other processes from writing to it."""
 
     def __init__(self, output: Path):
-        """Open or create the journal of `output`; PipelineError if another process uses it."""
+        """Open or create the journal of an output; PipelineError if another process uses it."""
         self.path = output.with_name(output.name + ENDING)
         with naming(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +75,9 @@ class Journal:
         with open(self.path, "rb") as file:
             begin = file.read(len(TITLE))
         if not TITLE.startswith(begin):
-            raise PipelineError(f"{self.path} is not a journal that this castiron can read; move it, or choose another output")
+            raise PipelineError(
+                f"{self.path} is not a journal that this version of castiron can read; move it, or choose another output"
+            )
         self._write(TITLE[len(begin) :])
         return len(TITLE)
 
@@ -93,7 +96,10 @@ class Journal:
             pass
 
     def _scan(self) -> Iterator[tuple[int, int, bytes, bool]]:
-        """Yield (offset, size in bytes, record's key, whether it failed) of each valid line."""
+        """Yield each valid line: (file offset, size in bytes, key, whether the answer is an error).
+
+        The key is a hash that identifies the record of the line, 16 bytes.
+        """
         offset = 0
         with open(self.path, "rb") as file:
             while line := file.readline(MAX_LINE):
@@ -103,12 +109,18 @@ class Journal:
                 offset += len(line)
 
     def find(self, key: str) -> tuple[int, bool] | None:
-        """Return (file offset of the line of a finished record, whether it failed), or None."""
+        """Find the finished record with the hash `key` (32 hex digits); None if it is not finished.
+
+        Returns (file offset of its line, whether its answer is an error).
+        """
         offset = self.finished.get(bytes.fromhex(key))
         return None if offset is None else (offset, bytes.fromhex(key) in self.failed)
 
     def add(self, key: str, entry: Entry, failed: bool) -> int:
-        """Append the line of a finished record, and return the file offset of this line."""
+        """Append a finished record as a line, and return the file offset of this line.
+
+        key: hash of the record, 32 hex digits. failed: whether the answer is an error.
+        """
         line = dumps({"key": key, "failed": failed, "own": entry.own, "added": entry.added}) + b"\n"
         line = b"%08x " % zlib.crc32(line) + line
         offset = self.end

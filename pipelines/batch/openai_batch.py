@@ -44,10 +44,10 @@ ENDPOINTS: dict[str, tuple[type[schemas.Body], Callable[[Any, Any], Coroutine[An
 
 
 class Collector:
-    """A stand-in for the engine, with which the server's API classes prepare requests.
+    """Replaces the engine in the server's API classes, which a batch job uses without a server.
 
-    It drops generation requests, because the batch job runs them itself. It computes embeddings
-    immediately.
+    Generation requests are not run here: the batch job takes them from the API and runs them
+    itself. Embeddings are computed immediately.
     """
 
     def __init__(self, embedder: Embedder | None):
@@ -61,10 +61,17 @@ class Collector:
 
 
 class OpenAI:
-    """A converter of records in OpenAI's batch format; answers are those of `castiron serve`."""
+    """Converts records in OpenAI's batch format to engine requests, and makes the results.
+
+    A record gets the same answer as the same request to `castiron serve`.
+    """
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, names: list[str], embedder: Embedder | None = None):
-        """Create the API of one model; `embedder` is None for a model that generates text."""
+        """Prepare to answer requests for one model.
+
+        names: the model names that requests may use. embedder: computes the embeddings of an
+        embedding model; None for a model that generates text.
+        """
         self.loop = asyncio.new_event_loop()
         self.api: ModelApi
         engine: Any = Collector(embedder)
@@ -90,7 +97,9 @@ class OpenAI:
         kind, start = ENDPOINTS[url]
         if issubclass(kind, schemas.GenerationFields):
             if fields.get("stream"):
-                raise ApiError(400, "batch jobs do not stream; leave stream out", "stream", "unsupported_parameter")
+                raise ApiError(
+                    400, "stream is true, but batch jobs do not stream; remove stream", "stream", "unsupported_parameter"
+                )
             fields = fields | ({"seed": seed} if self.samples(record) else {})
         body = parse_body(kind, json.dumps(fields).encode())
         self.api.check_model(body.model)
@@ -125,11 +134,11 @@ class OpenAI:
 
 
 def _request(fields: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return (body, URL) of a record's request; PipelineError for invalid fields."""
+    """Return (request body, URL) from the columns of a record; PipelineError if invalid."""
     if unknown := [name for name in fields if name not in FIELDS]:
         raise PipelineError(f"unknown field: {unknown[0][:40]!r}; use {', '.join(FIELDS)}")
     if not isinstance(fields.get("custom_id"), str):
-        raise PipelineError("custom_id must be a string; give each record one")
+        raise PipelineError("custom_id must be a string; give each record a custom_id")
     if fields.get("method", "POST") != "POST":
         raise PipelineError(f"unsupported method: {str(fields['method'])[:40]}; use POST")
     url = fields.get("url")

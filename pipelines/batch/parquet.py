@@ -63,7 +63,9 @@ class Table:
             for group in self.file.iter_batches(GROUP):
                 yield group.cast(self.schema)
         except (pa.ArrowException, OSError) as error:
-            self.fault = PipelineError(f"{self.path} is damaged Parquet ({_one_line(error)}); the records before it are done")
+            self.fault = PipelineError(
+                f"{self.path} is damaged ({_one_line(error)}): the first {self.done} records are done; write the file again"
+            )
 
 
 def _one_line(error: Exception) -> str:
@@ -71,7 +73,7 @@ def _one_line(error: Exception) -> str:
 
 
 def plain(record: pa.Table) -> dict[str, Any]:
-    """Return the row of a one-row table as JSON values by column name."""
+    """Return the only row of a table as {column name: JSON value}."""
     columns = {
         name: column.cast(pa.string()) if pa.types.is_temporal(column.type) else column
         for name, column in zip(record.schema.names, record.columns)
@@ -80,9 +82,10 @@ def plain(record: pa.Table) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a JSON value without the keys whose value is None, at all levels.
+    """Return a JSON value without the object members that are null, at all levels.
 
-    In Arrow, all structs of a column have the same fields; a field that a record lacks is null.
+    Arrow adds these nulls: all structs of a column have the same fields, and a field that a record
+    does not have is null.
     """
     if isinstance(value, dict):
         return {name: without_nulls(member) for name, member in value.items() if member is not None}
@@ -90,7 +93,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def unpack(own: str) -> pa.Table:
-    """Decode a one-row table; own: an Arrow stream in base64, from `Record.own`."""
+    """Decode the input columns of a record; own: a one-row table as an Arrow stream in base64."""
     return pa.ipc.open_stream(base64.b64decode(own)).read_all()
 
 
@@ -99,8 +102,8 @@ def write(file: BinaryIO, entries: Callable[[], Iterable[Entry]]) -> None:
 
     An answer column replaces an input column of the same name. If the values of a column have
     different types, all are written as JSON text.
-    entries: returns an iterator over the records. It is called twice: to find the types of the
-    columns, and to write the records.
+    entries: returns a new iterator over the records. It is called twice: first to find the types
+        of the columns, then to write the records.
     """
     json_columns: set[str] = set()
     found: dict[str, pa.DataType] = {}

@@ -19,9 +19,9 @@ from castiron.vmfb.manifest import Manifest
 
 @dataclass
 class Prompts:
-    """A converter of records with a `messages` or `prompt` column to engine requests.
+    """Converts records with a column `messages` or `prompt` to engine requests.
 
-    A prompt is a text or a list of token ids.
+    A prompt is a text or a list of token ids. The attributes apply to all records of the job.
     max_tokens: max tokens of an answer; None for no limit except the context.
     raw: whether prompts are encoded without the chat template.
     system: system message before each prompt.
@@ -99,10 +99,14 @@ class Prompts:
 
 
 class Embeddings:
-    """A converter of records with a text, or with its token ids, to embeddings."""
+    """Computes the embedding of each record, from a column with a text or a list of token ids."""
 
     def __init__(self, embedder: Embedder, prompt: str = "", dimensions: int | None = None):
-        """Output the first `dimensions` numbers of each vector; put `prompt` before each text."""
+        """Set the options of the embeddings.
+
+        prompt: text to put before each text. dimensions: how many of the first numbers of each
+        vector to keep; None for all.
+        """
         embedder.check_dimensions(dimensions)
         self.embedder, self.prompt, self.dimensions = embedder, prompt, dimensions
 
@@ -111,10 +115,10 @@ class Embeddings:
 
     def work(self, record: Record, seed: int) -> Work:
         self.embedder.check_vectors()
-        given = record.fields[column_of(record.fields, TEXTS)]
+        given = record.fields[name := column_of(record.fields, TEXTS)]
         ids = ids_of(given, self.embedder.bundle.manifest.vocab)
         if ids is None and not isinstance(given, str) and given != []:
-            raise PipelineError("the input must be text or a list of token ids")
+            raise PipelineError(f"{name} must be text or a list of token ids")
         tokens = self.embedder.tokens(given, self.prompt)
 
         def outcome() -> Outcome:
@@ -162,12 +166,12 @@ def _content(message: Mapping[str, Any], index: int) -> str:
 
 
 def column_of(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the name in `names` that has a value in `fields`.
+    """Return the only one of the columns `names` that has a value in a record.
 
-    Raises PipelineError unless exactly one name has a value.
+    fields: the record, {column name: value}. Raises PipelineError if no column or several have one.
     """
     found = [name for name in names if fields.get(name) is not None]
     if len(found) != 1:
         columns = " and ".join(found) if found else "no " + " and no ".join(names)
-        raise PipelineError(f"the record has {columns}; give it one of {', '.join(names)}")
+        raise PipelineError(f"the record has {columns}; give it exactly one of the columns {', '.join(names)}")
     return found[0]

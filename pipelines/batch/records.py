@@ -33,17 +33,17 @@ OPENAI = {"custom_id", "url", "body"}
 
 @dataclass(frozen=True)
 class Record:
-    """A record of a job's input.
+    """A record of the input of a batch job.
 
     index: number of the record in the input, from 0.
-    fields: values by column name; empty if the record cannot be parsed.
-    own: the columns that are copied to the output: `fields` or, for Parquet, an Arrow stream in
-        base64.
-    source: the bytes of the record in the input, from which `key` is computed.
-    is_openai: whether the record is in OpenAI's format. A record that cannot be parsed has the
-        format of the record before it.
+    fields: the columns, {name: value}; empty if the record cannot be parsed.
+    own: the columns to copy to the output, as {name: value}; for a Parquet input, one row as an
+        Arrow stream in base64, which keeps Arrow's types.
+    source: the bytes of the record in the input; `key` is a hash of them.
+    is_openai: whether the record is in OpenAI's batch format. A record that cannot be parsed has
+        the format of the record before it.
     error: why the record cannot be parsed, or None.
-    key: the record's key in the journal, from `Conversion.key`.
+    key: hash that identifies the record in later runs of the job, 32 hex digits.
     """
 
     index: int
@@ -66,10 +66,10 @@ def has_openai_columns(names: Collection[str]) -> bool:
 
 
 class Records(Protocol):
-    """An iterable over the records of an input, which yields None while no record is available.
+    """An iterable over the records of a file or pipe; None means that no record is available yet.
 
-    share: fraction of the input that has been read, 0 to 1; None if the input's size is unknown.
     fault: the error that stopped reading before the end of the input, or None.
+    share: property; fraction of the input that has been read, 0 to 1; None if the size is unknown.
     """
 
     fault: PipelineError | None
@@ -120,7 +120,7 @@ class JsonLines:
                 index, is_openai = index + 1, record.is_openai
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield the lines of a file; a line is cut if it has more than `MAX_LINE` + 1 bytes."""
+        """Yield the lines of the file; a line over the limit is cut to `MAX_LINE` + 1 bytes."""
         while line := self.file.readline(MAX_LINE + 1):
             rest = line
             while len(rest) > MAX_LINE and not rest.endswith(b"\n"):
@@ -128,7 +128,7 @@ class JsonLines:
             yield line
 
     def _arriving(self) -> Iterator[bytes | None]:
-        """Yield the lines of a pipe, and None while the pipe has no data."""
+        """Yield the lines of the pipe, and None while the pipe has no data."""
         line = bytearray()
         while True:
             if not select.select([self.file], [], [], 0)[0]:
@@ -148,10 +148,11 @@ class JsonLines:
 
 
 def _record(index: int, number: int, line: bytes, was_openai: bool) -> Record:
-    """Return the record in a line of JSON lines; if the line is invalid, the record has an `error`.
+    """Parse a line of JSON as a record; if the line is invalid, the record has an `error`.
 
-    number: number of the line, for the error. was_openai: whether an invalid line counts as a
-    record in OpenAI's format.
+    index: number of the record, from 0. number: number of the line, from 1, for the error message.
+    was_openai: whether the record before this one is in OpenAI's format; an invalid line counts as
+    the same format.
     """
     source = line.strip()
     invalid = lambda why: Record(index, {}, {}, source, was_openai, f"line {number} {why}")
@@ -169,16 +170,16 @@ def _record(index: int, number: int, line: bytes, was_openai: bool) -> Record:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f"{name} is not JSON; use null or a number")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a record.
+    """The answer to a record, with token counts.
 
     added: the answer, {name of an output column: value}. failed: whether the answer is an error.
-    prompt, generated, cached: numbers of prompt tokens, of generated tokens, and of prompt tokens
-    from the prefix cache.
+    prompt, generated: number of prompt tokens and of generated tokens. cached: how many of the
+    prompt tokens were in the prefix cache.
     """
 
     added: Mapping[str, Any]
@@ -190,11 +191,11 @@ class Outcome:
 
 @dataclass
 class Work:
-    """A record with the engine requests that are needed to answer it.
+    """A record, the engine requests that must run to answer it, and a function for the answer.
 
-    requests: empty if the answer needs no generation.
-    listen: called as `listen(request, event)` for each event of these requests.
-    outcome: called once, after all requests have ended; returns the result of the record.
+    outcome: returns the answer; called once, after all requests have ended.
+    requests: empty if the answer needs no text generation, for example for embeddings.
+    listen: called as `listen(request, event)` for each event of the requests.
     """
 
     record: Record
@@ -204,42 +205,43 @@ class Work:
 
 
 class Format(Protocol):
-    """Converts records of one format, such as OpenAI's, to engine requests, and answers to records."""
+    """Converts records in one format, such as OpenAI's, to engine requests, and makes answers."""
 
     def samples(self, record: Record) -> bool:
-        """Return whether the record's answer is sampled and needs a seed from the job."""
+        """Return whether the answer is sampled with a seed that the batch job chooses."""
         ...
 
     def work(self, record: Record, seed: int) -> Work:
-        """Return the record with its engine requests.
+        """Return the record with the engine requests that answer it.
 
-        Raises PipelineError or ApiError if the record is invalid.
+        seed: for sampling, if the record does not give a seed. Raises PipelineError or ApiError if
+        the record is invalid.
         """
         ...
 
     def failed(self, record: Record, error: Exception) -> Outcome:
-        """Return the outcome of a record whose answer failed with `error`."""
+        """Return an error as the answer to a record."""
         ...
 
 
 class Conversion:
-    """A converter of records, plain or in OpenAI's format, to records with engine requests."""
+    """Converts the records of a batch job, in either format, to engine requests."""
 
     def __init__(self, plain: Format, openai: Callable[[], Format], identity: bytes, seed: int):
         self.plain, self.openai, self.identity, self.seed = plain, cache(openai), identity, seed
 
     def key(self, record: Record) -> str:
-        """Return a hash of the record, the model and the options, as 32 hex digits.
+        """Return a hash of all that determines the answer, as 32 hex digits.
 
-        If the answer is sampled, the record's index is hashed too, so that equal records get
-        different answers. The index of an invalid record is also hashed, because its error message
-        names the line.
+        These are the record's content, the model and the options. If the answer is sampled, the
+        hash includes the record's index, so that equal records get different answers. For an
+        invalid record it includes the index too, because the error message names the line.
         """
         numbered = record.error is not None or self._format(record).samples(record)
         return hashlib.sha256(self.identity + (b"%d " % record.index if numbered else b"") + record.source).hexdigest()[:32]
 
     def work(self, record: Record) -> Work:
-        """Return the record as `Work`; the outcome of an invalid record is an error."""
+        """Return the engine requests for a record; the answer to an invalid record is an error."""
         format_ = self._format(record)
         seed = int.from_bytes(hashlib.sha256(f"{self.seed} {record.key}".encode()).digest()[:8]) >> 1
         try:
@@ -250,7 +252,9 @@ class Conversion:
             failure = format_.failed(record, error)
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             # A bug that one record triggers must not end the job.
-            failure = format_.failed(record, PipelineError(f"castiron failed on this record: {type(error).__name__}: {error}"))
+            failure = format_.failed(
+                record, PipelineError(f"castiron has a bug: {type(error).__name__}: {error}; report it with this record")
+            )
         return Work(record, lambda: failure)
 
     def _format(self, record: Record) -> Format:

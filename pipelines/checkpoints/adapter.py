@@ -44,11 +44,11 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter: the folder `path` that PEFT wrote.
+    """A LoRA adapter, read from a folder that PEFT wrote.
 
     rank: the config's `r`.
-    pairs: (B f32 [out, r], A f32 [r, in], scale) of each adapted weight, by name.
-    replaced: complete tensors that replace the checkpoint's tensors, by name.
+    pairs: {name of a weight: (B f32 [out, r], A f32 [r, in], scale)}; scale * B A is added to it.
+    replaced: {name of a tensor: tensor that replaces the base model's}.
     tokenizer: content of the adapter's tokenizer.json, if it has one.
     """
 
@@ -61,7 +61,7 @@ class Adapter:
 
 
 def adapter_sha256(path: Path) -> str:
-    """Return one SHA-256 (hex) of both files of an adapter: config and weights."""
+    """Return one SHA-256 in hex for an adapter's two files, the config and the weights."""
     hashes = [bytes.fromhex(Part.of(path / name).sha256()) for name in (CONFIG, WEIGHTS)]
     return hashlib.sha256(b"".join(hashes)).hexdigest()
 
@@ -95,7 +95,7 @@ def open_adapter(path: Path) -> Adapter:
 
 
 def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
-    """Return the checkpoint with merged weights; each merged weight is computed when it is read."""
+    """Merge the adapter into the checkpoint; each merged weight is computed when it is read."""
     tensors = dict(checkpoint.tensors)
     # Ignore saved tensors that equal the base: peft saves embeddings even if they were not trained.
     replaced = {
@@ -107,16 +107,22 @@ def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
     shapes += [(name, tensor.shape) for name, tensor in replaced.items()]
     for name, shape in shapes:
         if name not in tensors:
-            raise CheckpointError(f"{adapter.path} adapts {shorten_text(name)}, which {checkpoint.path} lacks; {_BASE}")
+            raise CheckpointError(
+                f"{adapter.path} adapts {shorten_text(name)}, which {checkpoint.path} lacks; {_GIVE_ITS_BASE}"
+            )
         own = tensors[name]
         if codec_of(own.codec).quantised:
             raise CheckpointError(f"{checkpoint.path}: {name} is quantised ({own.codec}); give a base in f32, bf16 or f16")
         if own.shape != shape:
-            raise CheckpointError(f"{adapter.path} adapts {name} as {list(shape)}, but the base has {list(own.shape)}; {_BASE}")
+            raise CheckpointError(
+                f"{adapter.path} adapts {name} as {list(shape)}, but the base has {list(own.shape)}; {_GIVE_ITS_BASE}"
+            )
     shared = sorted({name for name, _ in shapes} & {EMBEDDING, HEAD})
     if shared and checkpoint.config.get("tie_word_embeddings"):
         # Training changed only one of the two, so they can no longer share a weight.
-        raise CheckpointError(f"{adapter.path} adapts {shared[0]}, which is shared by embedding and output head; {_MERGE}")
+        raise CheckpointError(
+            f"{adapter.path} adapts {shared[0]}, which is shared by embedding and output head of {checkpoint.path}; {_MERGE}"
+        )
     tensors |= {name: replace(tensor, source=f"{name} of the adapter") for name, tensor in replaced.items()}
     tensors |= {name: _adapted(tensors[name], *pair) for name, pair in adapter.pairs.items()}
     return replace(
@@ -127,7 +133,7 @@ def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
     )
 
 
-_BASE = "give the base model that the adapter was trained on"
+_GIVE_ITS_BASE = "give the base model that the adapter was trained on"
 _MERGE = "merge the adapter with peft (merge_and_unload, save_pretrained) and give the merged directory"
 
 
@@ -174,8 +180,10 @@ def _pair(path: Path, config: dict, module: str, sides: dict[str, np.ndarray]) -
     alpha = _of_pattern(config["alpha_pattern"], module, config["lora_alpha"], path)
     a, b = sides["A"], sides["B"]
     if not len(a) == b.shape[1] == rank:
-        stated = f"{len(a)} and {b.shape[1]} for {shorten_text(module)}, but {CONFIG} states {rank}"
-        raise CheckpointError(f"{path} has LoRA matrices of rank {stated}; save the adapter again")
+        raise CheckpointError(
+            f"{path}: {shorten_text(module)} has LoRA matrices of rank {len(a)} and {b.shape[1]}, but {CONFIG} states {rank}; "
+            "save the adapter again"
+        )
     return b, a, alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
 
 

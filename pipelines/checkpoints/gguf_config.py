@@ -34,7 +34,7 @@ _MAX_OPTION = 2**31
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Return the row of the table ARCHITECTURES for the file's model."""
+    """Return the rules that convert this file's architecture to HF's config and tensor names."""
     name = architecture_name(file)
     softmax = name == "deepseek2" and not chooses_by_sigmoid(file)
     experts = file.metadata.get("llama.expert_count")
@@ -51,7 +51,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def encoding_of(file: GgufFile) -> Encoding | None:
-    """Return an embedding model's pooling and the dense layers after it; None for other models."""
+    """Return the pooling of an embedding model, and its dense layers; None for other models."""
     metadata = Metadata(file)
     kind = metadata.integer("pooling_type", 0)
     if not kind:
@@ -89,9 +89,10 @@ def hf_config(file: GgufFile) -> dict:
     config |= {name: Metadata(file, _TOKENIZER).integer(key) for key, name in _TOKEN_IDS.items()}
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     embedding = file.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        found = "is missing" if embedding is None else f"has {len(embedding.shape)} dimensions, not 2"
-        raise CheckpointError(f"{file.path}: token_embd.weight {found}; download the complete model")
+    if embedding is None:
+        raise CheckpointError(f"{file.path}: token_embd.weight is missing; download the complete model")
+    if len(embedding.shape) != 2:
+        raise metadata.error(f"token_embd.weight has {len(embedding.shape)} dimensions, not 2; download the file again")
     config["vocab_size"] = embedding.shape[0]
     if unread := metadata.unread():
         raise metadata.error(f"unknown metadata may change the result: {shorten_list(unread)}; ignore a key with --ignore-key")
@@ -128,10 +129,14 @@ def _check_sizes(config: dict, metadata: Metadata, row: Architecture) -> None:
         for name in _EXPERTS_USED:
             config.pop(name, None)
     elif metadata.integer("expert_count") and not config.keys() & _EXPERTS_USED:
-        raise metadata.error(f"{config['model_type']} models with experts ({metadata.prefix}expert_count) are not supported")
+        raise metadata.error(
+            f"{config['model_type']} models with experts ({metadata.prefix}expert_count) are not supported; give another model"
+        )
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     if kv_heads == 0 or heads % kv_heads:
-        raise metadata.error(f"{heads} attention heads are not a multiple of {kv_heads} key-value heads")
+        raise metadata.error(
+            f"{heads} attention heads are not a multiple of {kv_heads} key-value heads; download the file again"
+        )
     for key in {"attention.key_length", "attention.value_length"}.difference(row.by_layer):
         if metadata.integer(key) not in (None, head_dim(config)):
             raise metadata.invalid(key, f"{head_dim(config)}, the size of a head")

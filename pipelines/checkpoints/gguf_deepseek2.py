@@ -61,8 +61,8 @@ def chooses_by_sigmoid(file: GgufFile) -> bool:
 def latent_attention(config: dict, metadata: Metadata) -> None:
     """Set the config's head sizes for the latent attention (MLA) of DeepSeek V2 and V3.
 
-    Older files store HF's head sizes in attention.key_length and attention.value_length. Newer
-    files store these sizes in attention.key_length_mla and attention.value_length_mla.
+    They are the values of attention.key_length_mla and attention.value_length_mla. Older files lack
+    these keys, and have the head sizes in attention.key_length and attention.value_length.
     """
     rotated, latent = metadata.required("rope.dimension_count"), metadata.required("attention.kv_lora_rank")
     key, value = (metadata.integer(f"attention.{side}_length") for side in ("key", "value"))
@@ -75,15 +75,19 @@ def latent_attention(config: dict, metadata: Metadata) -> None:
         key, value = own
     if not key or not value or key <= rotated:
         raise metadata.error(
-            f"a head has {value or 0} value features, and {key or 0} key features of which {rotated} rotate; "
-            "download the file again"
+            f"invalid head sizes: keys have {key or 0} features, which must be above {rotated} (rope.dimension_count); "
+            f"values have {value or 0}, which must be above 0; download the file again"
         )
     config |= {"qk_nope_head_dim": key - rotated, "v_head_dim": value, "head_dim": rotated}
     config["num_key_value_heads"] = config["num_attention_heads"]
 
 
 def latent_experts(config: dict, metadata: Metadata) -> None:
-    """Set the config's options for the scale and the groups of experts in DeepSeek V2 and V3."""
+    """Set the config's options for choosing experts in DeepSeek V2 and V3.
+
+    These are `norm_topk_prob` (whether the weights of the chosen experts are normalised) and, for
+    DeepSeek V2, `topk_method` (whether experts are chosen in groups).
+    """
     metadata.get("expert_gating_func")  # chooses_by_sigmoid reads it
     config["norm_topk_prob"] = metadata.flag("expert_weights_norm", False)
     if config["model_type"] == "deepseek_v2":
@@ -99,15 +103,15 @@ def latent_yarn(config: dict, metadata: Metadata) -> None:
 
 
 def joined_key_values(file: GgufFile, keys: Tensor, values: Tensor, name: str) -> Tensor:
-    """Return `kv_b_proj` of latent attention, [heads * (k + v), latent], from its two halves.
+    """Join the key and value matrices of latent attention (MLA) to HF's `kv_b_proj`.
 
-    keys: [heads, latent, k]; values: [heads, v, latent]. k and v are the sizes of a key and a
-    value. Quantised keys and values are converted to f32, because a quantised block of the keys
-    spans several rows of the result.
+    keys: [heads, latent, k]; values: [heads, v, latent]; the result is [heads * (k + v), latent].
+    k and v are the sizes of a key and of a value in one head. Quantised keys and values are
+    converted to f32, because a quantised block of the keys spans several rows of the result.
     """
     if (len(keys.shape), len(values.shape)) != (3, 3) or keys.shape[:2] != values.shape[::2]:
-        found = f"{shorten_text(keys.source)} {list(keys.shape)} and {shorten_text(values.source)} {list(values.shape)}"
-        raise CheckpointError(f"{file.path}: the shapes of {found} do not fit each other; download the file again")
+        k, v = (f"{shorten_text(tensor.source)} {list(tensor.shape)}" for tensor in (keys, values))
+        raise CheckpointError(f"{file.path}: the shapes of {k} and {v} do not fit each other; download the file again")
     (heads, latent, key), value = keys.shape, values.shape[1]
     codec = keys.codec if keys.codec == values.codec and not CODECS[keys.codec].quantised else "f32"
 

@@ -17,7 +17,7 @@ import numpy as np
 from castiron.emitter.models import read_config
 from castiron.pipelines.checkpoints.checkpoint import HEAD, SAMPLE, Checkpoint, CheckpointError, Tensor, tokenizer_of
 from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES
-from castiron.pipelines.checkpoints.gguf_checkpoint import tiled
+from castiron.pipelines.checkpoints.gguf_checkpoint import value_head_order
 from castiron.pipelines.checkpoints.gguf_config import hf_config
 from castiron.pipelines.checkpoints.gguf_file import GgufFile, Value, as_read
 from castiron.pipelines.checkpoints.gguf_metadata import Architecture
@@ -48,19 +48,24 @@ Read = Callable[[str, str, np.ndarray | None], np.ndarray]
 
 
 def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
-    """Return the model's GGUF architecture: its name, and its row of the table ARCHITECTURES."""
+    """Return the name of the model's GGUF architecture, and the rules that convert it."""
     model_type = checkpoint.config["model_type"]
     # Of the architectures with `vectors`, only those of Qwen 3.5 are supported: this module cannot make the other changes.
-    known = ((name, row) for name, row in reversed(ARCHITECTURES.items()) if row.tiled or not row.vectors)
-    rows = {row.model_type: (name.partition(" ")[0], row) for name, row in known}
+    usable = ((name, row) for name, row in reversed(ARCHITECTURES.items()) if row.tiled or not row.vectors)
+    rows = {row.model_type: (name.partition(" ")[0], row) for name, row in usable}
     if (found := rows.get(_SAME_AS.get(model_type, model_type))) is None:
-        names = f"supported are {', '.join(sorted(rows.keys() | _SAME_AS))}"
-        raise CheckpointError(f"{checkpoint.path} is a {model_type} model, which cannot be written as GGUF; {names}")
+        known = ", ".join(sorted(rows.keys() | _SAME_AS))
+        raise CheckpointError(
+            f"{checkpoint.path} is a {model_type} model, which cannot be written as GGUF; supported are {known}"
+        )
     return found
 
 
 def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
-    """Return the GGUF metadata for a model's config; config: result of `flat_config`."""
+    """Return the GGUF metadata for a model's config, without the tokenizer.
+
+    config: the config with the keys of transformers 4, from `flat_config`.
+    """
     name, row = architecture_for(checkpoint)
     size, read = head_dim(config), read_config(checkpoint.config)
     keys: dict[str, Value] = {}
@@ -88,9 +93,10 @@ def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
 
 
 def flat_config(config: dict) -> dict:
-    """Return a config in the form of transformers 4, with rope parameters at the top level.
+    """Return a config with the keys of transformers 4, such as rope_theta at the top level.
 
-    A size under a model family's own key, such as n_embd, is added under HF's usual key.
+    A size that a model family has under another key, such as n_embd, is also returned under HF's
+    usual key, hidden_size.
     """
     entry = config.get("rope_parameters") or {}
     local = entry.get("sliding_attention", {})
@@ -145,10 +151,11 @@ def _rope_tensors(config: dict) -> Iterator[Tensor]:
 
 
 def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, str], read: Read) -> list[Tensor]:
-    """Return the tensors with GGUF's names, rearranged as llama.cpp's converter does.
+    """Return the tensors to write to a GGUF file, named and ordered as by llama.cpp's converter.
 
-    config: result of `flat_config`. codecs: codec of each matrix, by HF name. read: function that
-    returns a tensor's data in a codec.
+    config: the config with the keys of transformers 4, from `flat_config`. codecs: {HF name of a
+    matrix: element type or quantisation in the GGUF file, such as "q4_k"}. read: called with (HF
+    name, element type or quantisation, order of columns or None); returns the converted data.
     """
     _, row = architecture_for(checkpoint)
     leaves, tops, vectors = ({own: leaf for leaf, own in names.items()} for names in (row.tensors, row.top, row.vectors))
@@ -162,10 +169,10 @@ def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, st
         layer, top = block.fullmatch(name), _TOP.fullmatch(name)
         own = tensor.name.removeprefix(row.block.format(layer[1])) if layer else ""
         if layer and own in vectors:
-            found.append(_vector(tensor, f"blk.{layer[1]}.{vectors[own]}", read, tiled(row, config, vectors[own])))
+            found.append(_vector(tensor, f"blk.{layer[1]}.{vectors[own]}", read, value_head_order(row, config, vectors[own])))
         elif layer and (leaf := leaves.get(layer[2])):
             heads = config[row.permuted[leaf]] if leaf in row.permuted else 0
-            order = tiled(row, config, leaf)
+            order = value_head_order(row, config, leaf)
             found.append(_exported(tensor, f"blk.{layer[1]}.{leaf}.{layer[3]}", codecs, read, row, heads, order))
         elif layer and (match := next(((m, leaf) for form, leaf in stacks.items() if (m := form.fullmatch(layer[2]))), None)):
             stack = f"blk.{layer[1]}.{match[1]}.{layer[3]}", codecs[tensor.name]
@@ -225,15 +232,17 @@ def _stack(name: str, codec: str, parts: dict[int, Tensor], read: Read) -> Tenso
 
 
 def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tensors: list[Tensor]) -> None:
-    """Raise CheckpointError if the new GGUF file does not give back the checkpoint's config.
+    """Raise CheckpointError if reading the new GGUF file would give a different config.
 
-    metadata, tensors: the content of the GGUF file.
+    metadata, tensors: the content of the file, before it is written.
     """
     file = GgufFile(checkpoint.path, as_read(metadata), {tensor.name: tensor for tensor in tensors})
     ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))
     if names := ", ".join(sorted(_differing(ours, theirs))):
-        model = f"{checkpoint.path} is a {checkpoint.config['model_type']} model that cannot be written as GGUF"
-        raise CheckpointError(f"{model}, because GGUF cannot store its {names}; {_CONVERT}")
+        model = f"{checkpoint.config['model_type']} model"
+        raise CheckpointError(
+            f"{checkpoint.path} is a {model} that cannot be written as GGUF, because GGUF cannot store its {names}; {_CONVERT}"
+        )
 
 
 def _differing(one: Any, other: Any) -> Iterator[str]:
@@ -263,8 +272,10 @@ def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
     elif model["type"] == "BPE" and any(step["type"] == "ByteLevel" for step in steps):
         keys = _byte_level(checkpoint, found, steps, vocab)
     else:
-        unfit = "its tokenizer is neither byte-level BPE nor SentencePiece"
-        raise CheckpointError(f"{checkpoint.path} cannot be written as GGUF: {unfit}; {_CONVERT}")
+        raise CheckpointError(
+            f"{checkpoint.path} cannot be written as GGUF: "
+            f"its tokenizer is neither byte-level BPE nor SentencePiece; {_CONVERT}"
+        )
     ids = {"bos": checkpoint.bos_token_id, "eos": next(iter(checkpoint.eos_token_ids), None)}
     ids |= {"padding": checkpoint.config.get("pad_token_id"), "unknown": model["vocab"].get(model["unk_token"])}
     if len(checkpoint.eos_token_ids) > 1:
@@ -277,8 +288,10 @@ def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
     stored = as_read({"general.architecture": architecture_for(checkpoint)[0], **metadata})
     back = tokenizer_json(GgufFile(checkpoint.path, stored, {}))
     if tokenizer_of(back, checkpoint.path).encode(SAMPLE).ids != complete:
-        why = "the tokenizer in the GGUF file would split text differently"
-        raise CheckpointError(f"{checkpoint.path} cannot be written as GGUF: {why}; {_CONVERT}")
+        raise CheckpointError(
+            f"{checkpoint.path} cannot be written as GGUF: "
+            f"the tokenizer in the GGUF file would split text differently; {_CONVERT}"
+        )
     return metadata
 
 
@@ -289,17 +302,19 @@ def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: i
     kinds_of = lambda steps: [(step["type"], step.get("pattern")) for step in steps]
     name = next((name for name, row in rows if kinds_of(row.steps) == kinds_of(steps)), None)
     if name is None:
-        unfit = "llama.cpp has no name for its pre-tokenizer"
-        raise CheckpointError(f"{checkpoint.path} cannot be written as GGUF: {unfit}; {_CONVERT}")
+        raise CheckpointError(
+            f"{checkpoint.path} cannot be written as GGUF: llama.cpp has no name for its pre-tokenizer; {_CONVERT}"
+        )
     tokens, kinds = _tokens(found, vocab)
     merges = [" ".join(pair) for pair in found["model"]["merges"]]
     return {"model": "gpt2", "pre": name, "tokens": tokens, "token_type": kinds, "merges": merges}
 
 
 def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
-    """Return SentencePiece metadata with scores, which llama.cpp reads instead of merges.
+    """Return the GGUF metadata of a SentencePiece tokenizer: tokens, their types and their scores.
 
-    The score of a token is -i if merge number i is the first to produce it.
+    llama.cpp reads scores instead of merges. A token that is first produced by merge number i gets
+    the score -i. found: content of the tokenizer.json. steps: its pre-tokenizers.
     """
     tokens, kinds = _tokens(found, vocab)
     ranks: dict[str, int] = {}
@@ -329,7 +344,10 @@ def _steps(step: dict | None, parts: str) -> Iterator[dict]:
 
 
 def _tokens(found: dict, vocab: int) -> tuple[list[str], list[int]]:
-    """Return (texts, llama.cpp's token types) by id; the text of a missing id is like [PAD7]."""
+    """Return the text and llama.cpp's token type of each id from 0; a missing id gets e.g. [PAD7].
+
+    found: content of the tokenizer.json. vocab: min number of ids.
+    """
     by_id = {number: (token, _NORMAL) for token, number in found["model"]["vocab"].items()}
     for token in found["added_tokens"]:
         by_id[token["id"]] = token["content"], _CONTROL if token["special"] else _USER_DEFINED

@@ -53,8 +53,8 @@ Value = int | float | bool | str | Sequence[str] | Sequence[int] | Sequence[floa
 class GgufFile:
     """A GGUF file that is mapped into memory; the data of its tensors are views of the file.
 
-    metadata: by key a str, int, float, bool, list[str], or NumPy array of numbers. entries: the
-    bytes of each metadata entry, by key.
+    metadata: {key: value}; a value is a str, int, float, bool, list[str] or NumPy array of numbers.
+    tensors: by GGUF's names. entries: {key: encoded bytes of the metadata entry}, for copying.
     """
 
     path: Path
@@ -64,9 +64,10 @@ class GgufFile:
 
 
 class _Cursor:
-    """A sequential reader of a memory-mapped file, which never reads past the end of the file.
+    """Reads the values of a memory-mapped GGUF file one after the other, with checks of sizes.
 
-    The parameter `what` of the methods is the name of the value in error messages.
+    A value that would continue after the end of the file is an error. In all methods, `what` names
+    the value in error messages.
     """
 
     def __init__(self, path: Path, view: memoryview):
@@ -76,7 +77,7 @@ class _Cursor:
         return CheckpointError(f"{self.path} is not a valid GGUF file: {fault}; download the file again")
 
     def take(self, size: int, what: str) -> int:
-        """Skip `size` bytes and return the offset of the first."""
+        """Move forward by `size` bytes, and return the offset at which they start."""
         if size > len(self.view) - self.at:
             raise self.invalid(f"it ends inside {what} ({len(self.view)} bytes)")
         start, self.at = self.at, self.at + size
@@ -239,13 +240,17 @@ def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
 
 
 def write_gguf(out: BinaryIO, entries: Sequence[Buffer], tensors: Sequence[Tensor], progress: Callable[[float], None]) -> None:
-    """Write a GGUF file; entries: encoded metadata, such as the results of `metadata_entry`."""
+    """Write a GGUF file.
+
+    entries: the metadata, each encoded by `metadata_entry` or copied from another file. progress:
+    called with the fraction of the tensor data that has been written.
+    """
     out.write(header(entries, tensors))
     written, total = 0, sum(padded(tensor.nbytes) for tensor in tensors)
     for tensor in tensors:
         data = np.ascontiguousarray(tensor.read()).reshape(-1).view(np.uint8)
         if data.size != tensor.nbytes:
-            raise ValueError(f"{tensor.name} has {data.size} bytes, not {tensor.nbytes}")
+            raise ValueError(f"data of tensor {tensor.name} has {data.size} bytes; its shape needs {tensor.nbytes}")
         out.write(data)
         out.write(bytes(padded(data.size) - data.size))
         written += padded(data.size)
@@ -269,7 +274,7 @@ def padded(nbytes: int) -> int:
 
 
 def metadata_entry(key: str, value: Value) -> bytes:
-    """Encode a metadata entry: integers as u32, or i32 in arrays; other numbers as f32."""
+    """Encode a metadata entry. Integers become u32, but i32 in lists; floats become f32."""
     match value:
         case bool():
             typed = struct.pack("<I?", _BOOL, value)
@@ -286,7 +291,10 @@ def metadata_entry(key: str, value: Value) -> bytes:
 
 
 def as_read(metadata: Mapping[str, Value]) -> dict:
-    """Return metadata in the form of `read_gguf`: lists of numbers become NumPy arrays."""
+    """Return metadata with the Python types that reading a GGUF file gives.
+
+    Lists of numbers become NumPy arrays. So metadata can be checked before they are written.
+    """
     numbers = lambda value: isinstance(value, list) and not isinstance(value[0], str)
     return {key: np.array(value) if numbers(value) else value for key, value in metadata.items()}
 
@@ -296,7 +304,7 @@ def _string(text: str) -> bytes:
 
 
 def _items(values: list) -> tuple[int, bytes]:
-    """Return (GGUF's number of the element type, elements as bytes) of an array."""
+    """Encode the elements of a list; return (GGUF's number of their type, their bytes)."""
     if values and isinstance(values[0], str):
         return _STRING, b"".join(map(_string, values))
     for type_, kind, form in ((bool, _BOOL, "?"), (int, _INT32, "i")):

@@ -1,4 +1,4 @@
-"""Read the metadata of GGUF files with checks of types; tables from GGUF's names to HF's."""
+"""Read the metadata of GGUF files with type checks, and map GGUF's names to HF's names."""
 
 import math
 import numbers
@@ -19,9 +19,10 @@ _SILENT_KEYS |= {f"dense_{n}_feat_{end}" for n in (2, 3) for end in ("in", "out"
 
 
 class Metadata:
-    """The metadata of a file under a prefix, by default the architecture's, such as `llama.`.
+    """Reads the metadata of a GGUF file whose keys start with a prefix, and checks their types.
 
-    Keys are passed without the prefix.
+    The default prefix is the name of the file's architecture, such as `llama.`. The methods take
+    keys without the prefix: `context_length` for `llama.context_length`.
     """
 
     def __init__(self, file: GgufFile, prefix: str | None = None):
@@ -30,17 +31,17 @@ class Metadata:
         self._read: set[str] = set()  # `unread` lists the other keys
 
     def error(self, message: str) -> CheckpointError:
-        """Return an error with `message` after the file's path."""
+        """Return the error `<path of the file>: <message>`."""
         return CheckpointError(f"{self.file.path}: {message}")
 
     def invalid(self, key: str, wanted: str) -> CheckpointError:
-        """Return the error for a key with an invalid value; `wanted` describes a valid value."""
+        """Return the error `<key> is <its value>, not <wanted>`; wanted: what a valid value is."""
         value = self.get(key)
         stated = shorten(value.tolist() if isinstance(value, np.ndarray) else value, 40)
         return self.error(f"{self.prefix}{key} is {stated}, not {wanted}; convert the model again")
 
     def get(self, key: str, default=None):
-        """Return the value of a key without checking its type."""
+        """Return the value of a key without a check; `default` if the file lacks the key."""
         self._read.add(key)
         return self.file.metadata.get(self.prefix + key, default)
 
@@ -88,7 +89,7 @@ class Metadata:
         return value
 
     def by_layer(self, key: str) -> list[int]:
-        """Return one number per layer; a single number in the file counts for all layers."""
+        """Return a number for each layer; if the file has one number, it applies to all layers."""
         blocks, stated = self.required("block_count"), self.get(key)
         found = [stated] * blocks if isinstance(stated, int) else np.asarray(stated).tolist()
         if not isinstance(found, list) or len(found) != blocks or not all(isinstance(n, int) and n >= 0 for n in found):
@@ -96,11 +97,14 @@ class Metadata:
         return found
 
     def has(self, layer: int, leaf: str) -> bool:
-        """Return whether the tensor `blk.<layer>.<leaf>` is in the file."""
+        """Return whether the file has a tensor `blk.<layer>.<leaf>`, as in `blk.0.attn_q.bias`."""
         return f"blk.{layer}.{leaf}" in self.file.tensors
 
     def unread(self) -> list[str]:
-        """Return the keys under the prefix that castiron has not read; they may be relevant."""
+        """Return the keys with the prefix that no method has read.
+
+        A model with such keys is rejected, because they may change the logits.
+        """
         own = (key for key in self.file.metadata if key.startswith(self.prefix))
         return sorted(key for key in own if key.removeprefix(self.prefix) not in self._read | _SILENT_KEYS)
 
@@ -135,9 +139,10 @@ GEMMA_TENSORS = {**COMMON_TENSORS, **POST_NORMS, "ffn_norm": "pre_feedforward_la
 
 
 def experts(parent: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
-    """Return a table of stacked expert tensors: {GGUF name: HF name of one expert's matrix}.
+    """Return the names of expert matrices: {GGUF name of a stack: HF name of one expert's matrix}.
 
-    An HF name has `{}` for the expert's index. parent: HF's name of the experts' module.
+    GGUF stacks the matrices of all experts; `{}` in an HF name stands for the expert's index.
+    parent: HF's name of the module that has the experts. gate, up, down: HF's matrix names.
     """
     leaves = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
     return {leaf: f"{parent}.experts.{{}}.{own}" for leaf, own in leaves.items()}
@@ -194,38 +199,41 @@ LLAMA_FLAGS = {**ATTENTION_BIAS, "mlp_bias": "ffn_up.bias"}
 
 @dataclass(frozen=True)
 class Architecture:
-    """The rules that convert GGUF keys and tensors of one `general.architecture` to HF's.
+    """The rules that convert metadata and tensors of one GGUF architecture to HF's.
 
-    The last part of a tensor's name is called a leaf: `attn_q` in `blk.0.attn_q.weight`. The
-    default values fit most architectures.
+    A leaf is a tensor's name without its block and ending: GGUF's `attn_q` in
+    `blk.0.attn_q.weight`, HF's `self_attn.q_proj` in `model.layers.0.self_attn.q_proj.weight`. A
+    metadata key is without the architecture's prefix. The default values fit most architectures.
 
     Attributes:
-        tensors: from a leaf to HF's leaf.
-        per_index: from the leaf of a stack (all experts) to HF's leaf of item `{}`, or to several
-            leaves that share its rows.
-        ints, floats: from a metadata key without prefix to the config key.
-        constants: config keys that the architecture implies, with their values.
-        fixed: metadata keys that have only one supported value, with this value.
-        flags: from a config key to the tensor of block 0 whose presence makes the key true.
-        permuted: from a leaf whose rows are reordered for interleaved rotary embeddings to the
-            config key with its number of heads.
-        bare: leaves whose HF name has no ".weight".
-        top, block: tensors outside blocks, and HF's prefix of a block.
-        vectors: from a leaf with its ending to HF's name of a vector. For A_log, GGUF stores
-            -exp(A_log).
-        joined: from several leaves to HF's leaf that has their rows one after the other.
-        absorbed: from the leaves of keys and values, stacks of one matrix per head, to HF's leaf
-            that has both.
-        by_layer: metadata keys with one number per layer, or without the usual meaning, which a
-            rule reads.
-        tiled: from a leaf to what is reordered: "heads", "rows", "last rows" or "columns". HF has
-            all value heads of the first key head, then those of the next. GGUF has the first value
-            head of every key head, then the second of every key head.
-        grouped: from a leaf whose rows are grouped by key head of a gated delta net to HF's leaves
-            of its parts. A part is a string with a letter for each of its rows in a group: "h", one
-            per value head; "k", the features of a key; "v", the features of the values.
+        model_type: HF's model_type.
+        tensors: {GGUF leaf: HF leaf}.
+        per_index: {GGUF leaf of a tensor with the matrices of all experts: HF leaf of one expert's
+            matrix, with `{}` for its index}. Several HF leaves share the rows of a matrix equally.
+        ints, floats: {metadata key: config key}.
+        constants: {config key: value}, for values that the architecture implies.
+        fixed: {metadata key: the only supported value}.
+        flags: {config key: name of a tensor in block 0}; the value is whether the file has it.
+        permuted: {GGUF leaf of a Q or K weight: config key of its number of heads}, if llama.cpp
+            reorders its rows for interleaved rotary embeddings.
+        bare: GGUF leaves whose HF name has no ".weight".
+        top: {GGUF name: HF name}, for tensors outside blocks.
+        block: start of HF's names in a block; `{}` is its index.
+        vectors: {GGUF leaf, with ".bias" or ".weight" if it has one: HF leaf}, for tensors that are
+            read as f32 vectors.
+        joined: {GGUF leaves: HF leaf}; the HF tensor has the rows of these tensors in this order.
+        absorbed: {(GGUF leaf of keys, of values): HF leaf}, for latent attention (MLA), where HF
+            has one matrix for both.
+        by_layer: metadata keys that only `rules` read, such as those with a number for each layer.
+        tiled: {GGUF leaf: what is in another order}: "heads", "rows", "last rows" or "columns", in
+            linear attention. HF has all value heads of the first key head, then those of the next.
+            GGUF has the first value head of every key head, then the second of every key head.
+        grouped: {GGUF leaf: {HF leaf: its rows}}, for a tensor of linear attention that has the
+            rows of several HF tensors, in a group for each key head. A letter stands for rows of a
+            group: "h", one for each value head; "k", the features of a key; "v", the features of
+            the values.
         norms_plus_one: whether GGUF stores the weights of norms plus 1.
-        rules: names of functions in gguf_rules.
+        rules: names of functions in gguf_rules that set the other config values.
     """
 
     model_type: str

@@ -55,8 +55,8 @@ def llama3_factors(rotary_dim: int, theta: float, factor: float, low: float, hig
 def rope_factors(config: dict, metadata: Metadata) -> None:
     """Set the config's `rope_scaling` from the tensor rope_freqs.weight, if the file has it.
 
-    The tensor has a divisor for each frequency. If Llama 3's formula gives the same divisors, the
-    type of the scaling is llama3. Otherwise the type is longrope, with the tensor's divisors.
+    The tensor has a divisor for each rotary frequency. If Llama 3's formula gives the same
+    divisors, the rope_type is llama3. Otherwise it is longrope, with the tensor's divisors.
     """
     factors = _factors(metadata, "rope_freqs.weight")
     if factors is None or np.all(factors == 1):
@@ -141,14 +141,13 @@ def phi3_rope(config: dict, metadata: Metadata) -> None:
 def gemma4_ropes(config: dict, metadata: Metadata) -> None:
     """Set the config's `rope_parameters` of Gemma 4: one entry for each of the two layer types.
 
-    The tensor rope_freqs.weight has the divisors for layers with full attention: 1, or 1e30 for a
-    frequency that these layers do not use.
+    For the layers with full attention, the tensor rope_freqs.weight has a divisor for each rotary
+    frequency: 1, or 1e30 for a frequency that is not used.
     """
     factors, local = _factors(metadata, "rope_freqs.weight"), metadata.real("rope.freq_base_swa", _LOCAL_ROPE_BASE)
     rotated = 0 if factors is None else int((factors == 1).sum())
     if factors is None or len(factors) * 2 != config["global_head_dim"] or (factors[rotated:] < _NO_ROTATION).any():
-        problem = "is missing" if factors is None else "has invalid factors"
-        raise metadata.error(f"rope_freqs.weight {problem}; convert the model again")
+        raise metadata.error(f"rope_freqs.weight is {'missing' if factors is None else 'invalid'}; convert the model again")
     for key, length in (("", "global_head_dim"), ("_swa", "head_dim")):
         if metadata.integer(f"rope.dimension_count{key}") not in (None, config[length]):
             raise metadata.invalid(f"rope.dimension_count{key}", f"{config[length]}, the size of a head")
@@ -170,9 +169,10 @@ def olmo3_ropes(config: dict, metadata: Metadata) -> None:
 
 
 def mistral3_ropes(config: dict, metadata: Metadata) -> None:
-    """Set the config's `rope_parameters` of Ministral 3, which scales queries by position.
+    """Set the config's `rope_parameters` of Ministral 3, which scales queries by their position.
 
-    If the file has no such scale, the model is a Mistral, and `model_type` is set to mistral.
+    If the file does not have the metadata key attention.temperature_scale, the model is a Mistral,
+    which does not scale queries. Then only `model_type` is set, to mistral.
     """
     beta, multiplier = metadata.real("attention.temperature_scale"), metadata.real("rope.scaling.yarn_log_multiplier")
     if beta is None:
@@ -190,9 +190,9 @@ def _periodic_layers(layers: int, period: int, other: str = "sliding_attention")
 def layer_types(config: dict, metadata: Metadata) -> None:
     """Set the config's `layer_types` from the metadata attention.sliding_window_pattern.
 
-    The metadata are an array with a flag for each layer (true for a sliding window), or a number n
-    if every n-th layer has full attention. If the model has no sliding window, all layers have full
-    attention.
+    Its value is an array with true for each layer that has a sliding window, or a number n: every
+    n-th layer has full attention, and the others a sliding window. If the model has no sliding
+    window, all layers have full attention.
     """
     layers, period = config["num_hidden_layers"], config.pop(PERIOD, _PERIOD)
     pattern = metadata.get("attention.sliding_window_pattern", period)
@@ -224,7 +224,10 @@ def smollm3_layers(config: dict, metadata: Metadata) -> None:
 
 
 def _kv_heads(config: dict, metadata: Metadata) -> list[int]:
-    """Return each layer's number of KV heads (0: no attention); set num_key_value_heads."""
+    """Return the number of KV heads of each layer; 0 for a layer without attention.
+
+    Also sets the config's num_key_value_heads, which is the same for all layers with attention.
+    """
     kv_heads, heads = metadata.by_layer("attention.head_count_kv"), config["num_attention_heads"]
     counts = {count for count in kv_heads if count}
     if len(counts) > 1 or any(heads % count for count in counts):
@@ -271,7 +274,7 @@ def granite_layers(config: dict, metadata: Metadata) -> None:
 
 
 def nemotron_layers(config: dict, metadata: Metadata) -> None:
-    """Set the config's layer types for Nemotron-H: attention, MLP, experts or Mamba."""
+    """Set the type of each layer of Nemotron-H in the config: attention, MLP, experts or Mamba."""
     metadata.get("rope.dimension_count")  # the model has no rotary embedding
     heads, widths = _kv_heads(config, metadata), metadata.by_layer("feed_forward_length")
     layers = range(len(heads))
@@ -308,7 +311,7 @@ def delta_layers(config: dict, metadata: Metadata) -> None:
 
 
 def gemma4_layers(config: dict, metadata: Metadata) -> None:
-    """Set the config values that differ between Gemma 4's layers.
+    """Set the config values that are not the same for all layers of Gemma 4.
 
     These are the layer types, the numbers and sizes of heads, the widths of MLPs, and the number of
     layers that use the K and V of an earlier layer.
@@ -324,7 +327,10 @@ def gemma4_layers(config: dict, metadata: Metadata) -> None:
     config["num_key_value_heads"] = by_kind.get("sliding_attention", by_kind["full_attention"])
     config["attention_k_eq_v"] = not metadata.has(kinds.index("full_attention"), "attn_v.weight")
     if not config["attention_k_eq_v"] and len(set(kv_heads)) > 1:
-        raise metadata.error("full-attention layers with value projections and their own number of KV heads are not supported")
+        raise metadata.error(
+            f"numbers of KV heads differ between layers: {sorted(set(kv_heads))}; this is supported only if layers with full "
+            "attention have no attn_v.weight"
+        )
     _gemma4_widths(config, metadata)
     config["head_dim"], config["global_head_dim"] = (_gemma4_head(metadata, ending) for ending in ("_swa", ""))
     config.setdefault("hidden_size_per_layer_input", 0)

@@ -106,9 +106,9 @@ def _words(regex: str | None = None, digits: bool = False) -> tuple[dict, ...]:
 class PreTokenizer:
     """The steps that split text into words before byte-level BPE.
 
-    steps: pre-tokenizers of the tokenizers library. ignore_merges: whether a word in the vocabulary
-    is one token even if no merges produce it. nfc: whether text is normalised to NFC first.
-    adds_bos: whether BOS is added by default.
+    steps: pre-tokenizers in the format of a tokenizer.json. ignore_merges: whether a word that is
+    in the vocabulary becomes one token without applying merges. nfc: whether text is normalised to
+    NFC first. adds_bos: whether BOS is added if the GGUF file does not have add_bos_token.
     """
 
     steps: tuple[dict, ...] = _words()
@@ -175,7 +175,7 @@ class _Metadata(Metadata):
 def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
     """Return the ids of the tokens that end generation.
 
-    For Gemma 4, these include tokens that the metadata does not name as end tokens.
+    For Gemma 4, these include end tokens that are not in the file's metadata.
     """
     metadata = Metadata(file, _PREFIX)
     found = [metadata.get(key) for key in ("eos_token_id", "eot_token_id")]
@@ -228,7 +228,7 @@ def _merges_of_file(metadata: _Metadata, vocabulary: dict[str, int]) -> Iterator
     for merge in metadata.strings("merges"):
         left, _, right = merge.partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise metadata.error(f"the merge {shorten(merge)} has a part or result that is no token; convert the model again")
+            raise metadata.error(f"the merge {shorten(merge)} uses or makes an unknown token; convert the model again")
         yield [left, right]
 
 
@@ -267,13 +267,16 @@ def _sentencepiece(metadata: _Metadata, gemma4: bool) -> dict:
 
 
 def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Return the BPE merges (left, right), highest priority first, if the file stores no merges.
+    """Compute the BPE merges of a SentencePiece tokenizer, whose file does not store them.
 
-    The priority depends on the token that a merge produces. For Gemma, a lower id has priority; for
-    other models, a higher score. tokens: text of each token. vocabulary: token ids by text.
+    Returns pairs (left, right), highest priority first. The token left + right determines the
+    priority of a merge: a lower id is first for Gemma, a higher score for other models. tokens:
+    text of each token. vocabulary: {text: token id}.
     """
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
-        raise metadata.error(f"the {len(tokens):,} tokens are too long for a SentencePiece vocabulary; download the file again")
+        raise metadata.error(
+            f"the texts of the {len(tokens):,} tokens are too long for a SentencePiece vocabulary; download the file again"
+        )
     ranks: Iterable[float] = range(len(tokens))
     if metadata.file.metadata.get("general.architecture") not in _RANKED_BY_ID:
         scores = metadata.numbers("scores")
@@ -307,9 +310,9 @@ def _tokenizer(metadata: _Metadata, *, adds_bos: bool | None, **parts: Any) -> d
 
 
 def _post_processor(metadata: _Metadata, adds_bos: bool | None) -> dict | None:
-    """Return the post-processor that adds BOS or EOS.
+    """Return the post_processor of tokenizer.json, which adds BOS and EOS; None if it adds neither.
 
-    adds_bos: the default if the metadata has no add_bos_token; None: never add BOS.
+    adds_bos: whether to add BOS if the metadata lacks add_bos_token; None to never add it.
     """
     adds_bos = adds_bos is not None and metadata.flag("add_bos_token", adds_bos)
     sides = (adds_bos, "bos_token_id"), (metadata.flag("add_eos_token", False), "eos_token_id")

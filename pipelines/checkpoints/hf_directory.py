@@ -77,9 +77,9 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
 
 
 def shards_of(path: Path) -> dict[str, list[str] | None]:
-    """Return the tensor names in each safetensors file, by file name.
+    """Return {name of a safetensors file: names of its tensors}, from the model's index file.
 
-    If the model has only one file, model.safetensors, its names are not read: the value is None.
+    A model in one file has no index file. Its result is {"model.safetensors": None}.
     """
     if (path / SINGLE).exists():
         return {SINGLE: None}
@@ -92,14 +92,15 @@ def shards_of(path: Path) -> dict[str, list[str] | None]:
     shards: dict[str, list[str] | None] = {}
     for name, shard in files.items():
         if Path(shard).name != shard or "\0" in shard or len(shard.encode()) > _MAX_NAME:
-            invalid = f"{path / INDEX} lists {shorten_text(name)} in {shorten(shard)}"
-            raise CheckpointError(f"{invalid}, which is not a file name; download the file again")
+            raise CheckpointError(
+                f"{path / INDEX}: {shorten_text(name)} is in {shorten(shard)}, which is not a file name; download it again"
+            )
         shards.setdefault(shard, []).append(name)
     return shards
 
 
 def quantization_config(config: dict) -> dict | None:
-    """Return the quantization_config of a config, or of its text part."""
+    """Return the quantization_config in a config or in its `text_config`; None if there is none."""
     for own in (config, config.get("text_config")):
         if isinstance(own, dict) and isinstance(found := own.get("quantization_config"), dict):
             return found

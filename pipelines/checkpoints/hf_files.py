@@ -73,12 +73,12 @@ def json_object(path: Path) -> dict | None:
 
 
 def read_safetensors(path: Path, allow_parts: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file by name, as views of the mapped file.
+    """Return the tensors of a safetensors file by name; their data are views of the mapped file.
 
-    Buffers that castiron computes itself (`is_ignorable`) are left out.
+    Buffers that castiron computes from the config, such as rotary frequencies, are left out.
 
-    allow_parts: whether the file may have scalars and tensors of the types PART_TYPES, as in
-    quantised checkpoints.
+    allow_parts: whether to allow scalars, and integer and FP8 types, which are parts of quantised
+    weights.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -104,7 +104,9 @@ def read_safetensors(path: Path, allow_parts: bool = False) -> dict[str, Tensor]
 def _tensor(path: Path, name: str, entry: dict, data: np.ndarray, allow_parts: bool) -> Tensor:
     shape, dtype, (start, end) = tuple(entry["shape"]), entry["dtype"], entry["data_offsets"]
     if len(shape) > _MAX_DIMENSIONS:
-        raise CheckpointError(f"{path}: {shorten_text(name)} has {len(shape)} dimensions; the limit is {_MAX_DIMENSIONS}")
+        raise CheckpointError(
+            f"{path}: {shorten_text(name)} has {len(shape)} dimensions, more than {_MAX_DIMENSIONS}; download again"
+        )
     codec = dtype if dtype in PART_TYPES and allow_parts else CODEC_OF_DTYPE.get(dtype)
     if allow_parts:
         shape = shape or (1,)
@@ -119,5 +121,7 @@ def _tensor(path: Path, name: str, entry: dict, data: np.ndarray, allow_parts: b
 
 
 def unsupported_type(path: Path, name: str, dtype: str) -> CheckpointError:
-    unsupported = f"{shorten_text(name)} has the unsupported type {shorten_text(dtype)}"
-    return CheckpointError(f"{path}: {unsupported}; supported are {', '.join(CODEC_OF_DTYPE)}")
+    known = ", ".join(CODEC_OF_DTYPE)
+    return CheckpointError(
+        f"{path}: {shorten_text(name)} has the unsupported type {shorten_text(dtype)}; supported are {known}"
+    )

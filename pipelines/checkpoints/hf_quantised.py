@@ -1,7 +1,8 @@
 """Read the quantised weights of HF directories, as their `quantization_config` describes them.
 
 Tensors such as `q_proj.qweight`, `q_proj.scales` and `q_proj.qzeros` become one tensor
-`q_proj.weight` in a codec of `emitter.scaled_codecs`, with the same codes, scales and zero points.
+`q_proj.weight`, in a quantisation of `emitter.scaled_codecs` that has the same codes, scales and
+zero points.
 The bits of a code and the group size follow from the shapes of the tensors. A layer that has a
 plain `weight` instead of such tensors is not quantised.
 
@@ -58,7 +59,7 @@ _LARGEST_INT8 = np.float32(127)
 
 
 def describe(config: Mapping) -> str:
-    """Return a quantization_config as one line: `gptq, bits 4, group_size 128, sym true`."""
+    """Return a quantization_config as text, such as `gptq, bits 4, group_size 128, sym true`."""
     values = {**config, **{key: value for key, value in weights_of(config).items() if value is not None}}
     given = [(key, values[key]) for key in _DESCRIBED if values.get(key) is not None]
     listed = [f"{key} {shorten_text(value if isinstance(value, str) else json.dumps(value), 30)}" for key, value in given]
@@ -66,10 +67,11 @@ def describe(config: Mapping) -> str:
 
 
 def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
-    """Unpack the numbers in each i32 of a tensor [n, m], lowest bits first, to u8.
+    """Unpack an i32 tensor [n, m] that has several 4-bit or 8-bit numbers in each i32, to u8.
 
-    By default, an i32 has numbers of consecutive columns, and the result is [n, m * 32 / bits]. If
-    `by_rows`, it has numbers of consecutive rows, and the result is transposed: [m, n * 32 / bits].
+    The first number is in the lowest bits. By default, an i32 has numbers of consecutive columns,
+    and the result is [n, m * 32 / bits]. If `by_rows`, an i32 has numbers of consecutive rows, and
+    the result is transposed: [m, n * 32 / bits].
     """
     words = tensor.data.reshape(*tensor.shape, 4)
     packed = np.ascontiguousarray(words.swapaxes(0, 1) if by_rows else words)
@@ -78,27 +80,35 @@ def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
 
 
 def _codes(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Convert unsigned numbers n to the codes of castiron's codecs: n for 4 bits, n - 128 for 8."""
+    """Convert unsigned codes to the form in which castiron stores them.
+
+    8-bit codes n become the signed bytes n - 128; 4-bit codes remain unsigned.
+    """
     return numbers ^ np.uint8(128) if bits == 8 else numbers
 
 
 def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
-    """Return a weight that GPTQ or AWQ quantised.
+    """Convert a weight that GPTQ or AWQ quantised to a tensor [out, in].
 
-    qweight is [in, out / 8] in AWQ and [in * bits / 32, out] in GPTQ. scales are [groups, out].
-    qzeros are [groups, out * bits / 32].
+    If GPTQ reordered the columns (act-order), the result has a second tensor, their permutation.
+    The shapes of the stored tensors are: qweight [in, out / 8] for AWQ, and [in * bits / 32, out]
+    for GPTQ; scales [groups, out]; qzeros [groups, out * bits / 32].
     """
     is_awq = stored.config["quant_method"] == "awq"
     qweight, qzeros, scales = stored["qweight"], stored["qzeros"], stored.scales("scales")
     groups, out = scales.shape
     bits = 32 * qzeros.shape[-1] // out
     if bits not in ((4,) if is_awq else (4, 8)):
-        raise stored.error(f"has {bits} bits", f"supported are {'4 bits of awq' if is_awq else '4 and 8 bits of gptq'}")
+        raise stored.error(
+            f"{bits} bits are unsupported; supported are {'4 bits for awq' if is_awq else '4 and 8 bits for gptq'}"
+        )
     inner = qweight.shape[0] if is_awq else qweight.shape[0] * 32 // bits
     words = (inner, out * bits // 32) if is_awq else (inner * bits // 32, out)
     if qweight.shape != words or qzeros.shape != (groups, out * bits // 32) or {qweight.codec, qzeros.codec} != {"I32"}:
-        found = f"qweight {list(qweight.shape)} and qzeros {list(qzeros.shape)}"
-        raise stored.error(f"has {found}, which do not fit scales {list(scales.shape)}")
+        raise stored.error(
+            f"qweight {list(qweight.shape)} and qzeros {list(qzeros.shape)} do not fit scales {list(scales.shape)}; "
+            "download the model again"
+        )
     if is_awq:
         ordered = lambda numbers: numbers.reshape(len(numbers), -1, 8)[:, :, _AWQ_INDICES].reshape(len(numbers), -1)
         zeros = lambda: ordered(_unpacked(qzeros, bits)).view(np.int8)
@@ -115,16 +125,17 @@ def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
 
     def symmetric() -> np.ndarray:
         if (zeros() != half).any():
-            raise stored.error(f"has zero points other than {half}, although `sym` is true")
+            raise stored.error(f"qzeros has zero points other than {half}, although `sym` is true; download the model again")
         return codes()
 
-    return stored.tensor(f"int{bits}", (out, inner), scales, symmetric, turned=True, order=order)
+    return stored.tensor(f"int{bits}", (out, inner), scales, symmetric, transposed=True, order=order)
 
 
 def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
-    """Return a weight in compressed-tensors' format pack-quantized.
+    """Convert a weight in compressed-tensors' format pack-quantized to a tensor [out, in].
 
-    An i32 of weight_packed packs consecutive numbers of one row. An i32 of weight_zero_point packs
+    If the columns are reordered (act-order), the result has a second tensor, their permutation. An
+    i32 of weight_packed has consecutive numbers of one row; an i32 of weight_zero_point has
     consecutive numbers of one column.
     """
     if "weight_global_scale" in stored.parts:
@@ -133,11 +144,15 @@ def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
     integers = {"I64": "<i8", "I32": "<i4"}.get(of_shape.codec)
     shape = tuple(of_shape.data.view(integers).reshape(-1).tolist()) if integers else ()
     if len(shape) != 2 or len(packed.shape) != 2 or packed.codec != "I32" or min(shape) < 1:
-        raise stored.error(f"has weight_packed {list(packed.shape)}, which does not fit its weight_shape {list(shape)}")
+        raise stored.error(
+            f"weight_packed {list(packed.shape)} does not fit weight_shape {list(shape)}; download the model again"
+        )
     out, inner = shape
     bits = 32 * packed.shape[1] // inner
     if bits not in (4, 8) or packed.shape != (out, -(-inner * bits // 32)):
-        raise stored.error(f"has weight_packed {list(packed.shape)}, which does not fit {list(shape)} codes of 4 or 8 bits")
+        raise stored.error(
+            f"weight_packed {list(packed.shape)} does not fit {list(shape)} codes of 4 or 8 bits; download the model again"
+        )
     order = stored.order("weight_g_idx", inner, scales.shape[1])
     codes = lambda: _codes(_unpacked(packed, bits)[:, :inner], bits)
     zero_points = stored.parts.get("weight_zero_point")
@@ -149,7 +164,10 @@ def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
     elif zero_points.codec == "I32" and zero_points.shape == (-(-out * bits // 32), scales.shape[1]):
         zeros = lambda: _codes(_unpacked(zero_points, bits, by_rows=True)[:, :out].T, bits).view(np.int8)
     else:
-        raise stored.error(f"has weight_zero_point {list(zero_points.shape)}, which does not fit scales {list(scales.shape)}")
+        raise stored.error(
+            f"weight_zero_point {list(zero_points.shape)} does not fit weight_scale {list(scales.shape)}; "
+            "download the model again"
+        )
     return stored.tensor(f"uint{bits}", shape, scales, codes, zeros, order=order)
 
 
@@ -158,13 +176,15 @@ def _nvfp4(stored: Stored) -> tuple[Tensor, ...]:
     out, inner = packed.shape[0], 2 * packed.shape[-1]
     types = packed.codec, scales.codec, divisor.codec
     if scales.shape != (out, inner // 16) or inner % 64 or types != ("U8", "F8_E4M3", "f32") or prod(divisor.shape) != 1:
-        found = f"weight_packed {list(packed.shape)} of {packed.codec} and weight_scale {list(scales.shape)} of {scales.codec}"
-        raise stored.error(f"has {found}, which is not the layout of nvfp4")
+        raise stored.error(
+            f"weight_packed {list(packed.shape)} of type {packed.codec} and weight_scale {list(scales.shape)} of type "
+            f"{scales.codec} do not have the layout of nvfp4; download the model again"
+        )
 
     @np.errstate(divide="ignore")  # `check_finite` finds a divisor of 0
     def read() -> np.ndarray:
         if (scales.data > _LARGEST_E4M3).any():
-            raise stored.error("has scales that are negative or NaN")
+            raise stored.error("weight_scale has negative or NaN scales; download the model again")
         # A block of 64 has 4 scales; of every 16 codes, the first 8 are in the low halves of 8 bytes.
         runs = np.stack([packed.data & 15, packed.data >> 4], axis=-1).reshape(out, inner // 16, 2, 8)
         codes = (runs[:, :, 0] | runs[:, :, 1] << 4).reshape(out, inner // 64, 32)
@@ -175,11 +195,11 @@ def _nvfp4(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def _bitsandbytes_4_bits(stored: Stored) -> tuple[Tensor, ...]:
-    """Return an NF4 or FP4 weight as a tensor [out, in] of castiron's NF4 or FP4 codec.
+    """Convert an NF4 or FP4 weight of bitsandbytes to one tensor [out, in].
 
-    A block is `blocksize` consecutive elements in row-major order, and may continue in the next
-    row. Each block has a scale (absmax). With `nested_blocksize`, the scales are u8 indices of the
-    table nested_quant_map, and each group of `nested_blocksize` scales has a factor
+    bitsandbytes stores a scale (absmax) for each block of `blocksize` consecutive elements; a block
+    may continue in the next row. Its double quantisation (`nested_blocksize`) stores a scale as an
+    index (u8) of the table nested_quant_map; each group of `nested_blocksize` scales has a factor
     (nested_absmax).
     """
     kind = next((kind for kind, name in _STATES.items() if name in stored.parts), "nf4")
@@ -191,20 +211,23 @@ def _bitsandbytes_4_bits(stored: Stored) -> tuple[Tensor, ...]:
         if any(type(n) is not int or n < 1 for n in (out, inner, size, nested)) or fields["quant_type"] != kind:
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise stored.error("has an invalid quant_state") from None
+        raise stored.error(f"{_STATES[kind]} is invalid; download the model again") from None
     quant_map, absmax = stored["weight.quant_map"], stored["weight.absmax"]
     blocks, codec = -(-out * inner // size), "U8" if "nested_blocksize" in fields else "f32"
     if quant_map.codec != "f32" or quant_map.data.tobytes() != np.array(_TABLES[kind], "<f4").tobytes():
-        raise stored.error(f"has a quant_map that differs from that of {kind}")
+        raise stored.error(f"quant_map is not the table of {kind}; download the model again")
     if prod(packed.shape) * 2 != out * inner or inner % 2 or absmax.shape != (blocks,) or absmax.codec != codec:
-        found = f"{prod(packed.shape)} bytes and absmax {list(absmax.shape)} of type {absmax.codec}"
-        raise stored.error(f"has {found}, which do not fit the shape {[out, inner]}")
+        raise stored.error(
+            f"{prod(packed.shape)} bytes and absmax {list(absmax.shape)} of type {absmax.codec} do not fit the shape "
+            f"{[out, inner]} in quant_state; download the model again"
+        )
     if codec == "U8":
         of_nested = stored["weight.nested_absmax"], stored["weight.nested_quant_map"]
         sizes = [prod(part.shape) for part in of_nested]
         if {part.codec for part in of_nested} != {"f32"} or sizes != [-(-blocks // nested), 256]:
             raise stored.error(
-                f"has {sizes[0]} nested_absmax and {sizes[1]} nested_quant_map, not {-(-blocks // nested)} and 256 f32 numbers"
+                f"nested_absmax and nested_quant_map have {sizes[0]} and {sizes[1]} numbers, "
+                f"not {-(-blocks // nested)} and 256 of type f32; download the model again"
             )
 
     def scales() -> np.ndarray:
@@ -225,16 +248,17 @@ def _bitsandbytes_4_bits(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def _bitsandbytes_int8(stored: Stored) -> tuple[Tensor, ...]:
-    """Return an int8 weight of bitsandbytes as a tensor [out, in] of a codec "int8_*".
+    """Convert an int8 weight of bitsandbytes to one tensor [out, in] with a scale for each row.
 
-    The tensor SCB has the largest magnitude in each row, so the scale of a row is SCB / 127.
+    The stored tensor SCB has the largest magnitude of each row, so the scale is SCB / 127.
     """
     weight, largest = stored["weight"], stored.scales("SCB")
     read = lambda: (largest.data.view("<f4") / _LARGEST_INT8).view(np.uint8)
     scales = replace(largest, shape=(prod(largest.shape), 1), read=read)
     if largest.codec != "f32" or weight.codec != "I8" or len(weight.shape) != 2 or scales.shape[0] != weight.shape[0]:
         raise stored.error(
-            f"has SCB {list(largest.shape)} of type {largest.codec}, which does not fit the shape {list(weight.shape)}"
+            f"SCB {list(largest.shape)} of type {largest.codec} does not fit a weight {list(weight.shape)}; "
+            "download the model again"
         )
     return stored.tensor("int8", weight.shape, scales, lambda: weight.data)
 
@@ -247,12 +271,15 @@ def _scaled(stored: Stored) -> tuple[Tensor, ...]:
     zero_points = stored.parts.get("weight_zero_point")
     if len(weight.shape) != 2 or weight.codec == "U8":
         raise stored.error(
-            f"is {list(weight.shape)} of type {weight.codec}, which {stored.config['quant_method']} does not have"
+            f"a weight {list(weight.shape)} of type {weight.codec} is not valid for {stored.config['quant_method']}; "
+            "download the model again"
         )
     if zero_points is not None:
         if zero_points.codec != "I8" or weight.codec != "I8" or prod(zero_points.shape) != prod(scales.shape):
-            found = f"weight_zero_point {list(zero_points.shape)} of {zero_points.codec}"
-            raise stored.error(f"has {found}, which does not fit a weight of {weight.codec} with scales {list(scales.shape)}")
+            raise stored.error(
+                f"weight_zero_point {list(zero_points.shape)} of type {zero_points.codec} does not fit a weight of type "
+                f"{weight.codec} with scales {list(scales.shape)}; download the model again"
+            )
         zeros = lambda: zero_points.data.view(np.int8).reshape(scales.shape)
         return stored.tensor("uint8", weight.shape, scales, lambda: weight.data, zeros)
     kind = "e4m3" if weight.codec == "F8_E4M3" else "int8"
@@ -271,14 +298,14 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Stored], tuple[Tensor, ...]
 
 
 def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return the tensors by name, with one tensor for each quantised weight.
+    """Replace the parts of each quantised weight, such as `qweight` and `scales`, by one tensor.
 
-    A weight with reordered columns also has a tensor `*.column_order`. Scales of activations and of
-    the KV cache are left out. The second result counts them: {name ending, such as "input_scale":
-    number of tensors left out}.
+    Returns all tensors by name, and {end of a name, such as "input_scale": number of tensors} for
+    the tensors left out, which are scales of activations and of the KV cache. A weight with
+    reordered columns gets a second tensor, `*.column_order`, with their permutation.
 
     config: the quantization_config. Raises CheckpointError for an unsupported method, and for a
-    weight whose tensors have wrong shapes or types.
+    weight whose parts have wrong shapes or types.
     """
     method = config.get("quant_method")
     if method not in METHODS:

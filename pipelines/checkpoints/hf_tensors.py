@@ -44,10 +44,10 @@ _OTHERS = (
 
 
 def text_config(config: dict, names: Collection[str]) -> dict:
-    """Return the config of a multimodal model's text part; for a text model, return `config`.
+    """Return the config of the text part of a multimodal model; for a text model, return `config`.
 
-    tie_word_embeddings is true if it is true in `config` or in its text part. If neither has it, it
-    is true if `names`, the names of the model's tensors, has no lm_head.weight.
+    names: names of the model's tensors. If neither `config` nor its text part has the key
+    tie_word_embeddings, it is set to true for a model without a tensor lm_head.weight.
     """
     inner, complete = config.get("text_config"), config["model_type"]
     if complete not in TEXT_PARTS or not isinstance(inner, dict):
@@ -60,7 +60,10 @@ def text_config(config: dict, names: Collection[str]) -> dict:
 
 
 def text_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return the tensors of the text part by name, and {name prefix: number of dropped tensors}."""
+    """Return the tensors of a model's text part, with the names of a text model.
+
+    The second result counts the dropped tensors of other parts: {"model.visual": 390}, for example.
+    """
     if model_type not in (*TEXT_PARTS, *_TEXT_ONLY):
         return dict(tensors), {}
     found: dict[str, Tensor] = {}
@@ -105,13 +108,15 @@ _ODD: Rows = lambda rows: slice(1, rows, 2)
 
 @dataclass(frozen=True)
 class Layout:
-    """A rule that splits the rows of each stored tensor whose name matches `pattern`.
+    """A rule that splits, renames or drops each stored tensor whose name matches `pattern`.
 
-    parts: {name of a new tensor: function from the number of stored rows to a slice of the rows}. A
-        name may refer to groups of `pattern`; `{}` in it is the expert's index in a stack. If there
-        are no parts, the stored tensor is dropped.
-    transposed: whether the stored matrix is [in, out].
-    scales: for MXFP4 blocks, template of the name of the tensor with their exponents.
+    For example, it splits gate_up_proj of all experts into gate_proj and up_proj of each expert.
+
+    parts: {name of a new tensor: its rows, as a function from the number of stored rows to a
+        slice}; without parts, the stored tensor is dropped. A name may refer to groups of the
+        regular expression; `{}` in it is the index of an expert.
+    transposed: whether the stored matrix is [in, out] instead of [out, in].
+    scales: for weights in MXFP4, the name of the tensor with the exponents of their blocks.
     """
 
     pattern: str
@@ -120,7 +125,7 @@ class Layout:
     scales: str | None = None
 
     def matches(self, tensor: Tensor, scales: Tensor | None) -> bool:
-        """Return whether this layout can split a stored tensor and its scales, by their shapes."""
+        """Return whether the shapes of a stored tensor and of its MXFP4 scales fit this rule."""
         stacked = any("{}" in name for name in self.parts)
         if self.scales and (scales is None or len(tensor.shape) != 4 or scales.shape != tensor.shape[:-1]):
             return False
@@ -190,7 +195,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 
 
 def family_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with the names and shapes that castiron's code of the model type reads."""
+    """Convert stored tensors to the names and shapes that castiron uses for this model type."""
     found: dict[str, Tensor] = {}
     replaced: set[str] = set()
     for tensor in tensors.values():
@@ -231,8 +236,9 @@ def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: 
 
 
 def _blocks(name: str, blocks: Tensor, scales: Tensor, index: int, rows: Rows) -> Tensor:
-    """Return selected rows of an expert's MXFP4 matrix as GGUF blocks.
+    """Convert rows of an expert's MXFP4 matrix from HF's blocks to GGUF's blocks.
 
+    index: the expert. rows: function from the number of stored rows to the slice to convert.
     blocks: u8 [experts, rows, groups, 16]; byte i has codes 2 i and 2 i + 1.
     scales: exponents, u8 [experts, rows, groups].
     A GGUF block is the exponent and 16 bytes; byte i has codes i and i + 16.

@@ -38,7 +38,7 @@ Progress = Callable[[str, float], None]
 
 
 class Unreachable(CheckpointError):
-    """Raised if the hub does not answer or cannot be used; then cached files are used."""
+    """Raised if the hub cannot be used, for example offline; the caller then tries the cache."""
 
 
 class HubFile(NamedTuple):
@@ -57,8 +57,10 @@ def fetch(name: HubName, progress: Progress | None = None) -> Path:
         return _fetch(name, progress or (lambda stage, done: None))
     except Unreachable as error:
         if (path := cached(name)) is None:
-            lacking = f"{error}, and {cache_folder()} has no complete copy"
-            raise CheckpointError(f"{name}: no such file or directory; {lacking}") from None
+            raise CheckpointError(
+                f"{name}: no such file or directory, no download ({error}), and {cache_folder()} has no complete copy; "
+                "give the path of a model, or try again"
+            ) from None
         print_message(f"{error}; using the files of {name} in {cache_folder()}")
         return path
 
@@ -115,7 +117,7 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
 
 
 def _matches(file: str, wanted: str) -> bool:
-    """Return whether `wanted` is the path or name of `file`, or the end of its name like Q4_K_M."""
+    """Return whether `wanted` selects `file`: its path, its name, or a quantisation like Q4_K_M."""
     if wanted.endswith(".gguf"):
         return wanted in (file, PurePosixPath(file).name)
     stem = PurePosixPath(GGUF_PART.sub(".gguf", file)).stem.lower()
@@ -195,7 +197,7 @@ def _download(name: HubName, snapshot: Path, files: Mapping[str, HubFile], progr
 
 
 class _Bar:
-    """A tqdm bar that draws nothing, and passes its progress to `report`."""
+    """Replaces the tqdm bar of a download: draws nothing, and passes the bytes done to `report`."""
 
     def __init__(self, file: str, size: int, report: Callable[[int], None]):
         self._file, self._size, self._report, self._done = file, size, report, 0
@@ -240,19 +242,22 @@ def _hub_errors(name: HubName) -> Iterator[None]:
     except errors.RevisionNotFoundError:
         raise CheckpointError(f"{repository} has no revision {name.revision}; see {page}/tree/main") from None
     except errors.RepositoryNotFoundError:
-        absent = f"{repository}: no such file or directory, and no public model of {_endpoint()}"
-        raise CheckpointError(f"{absent}; check the name, or set HF_TOKEN if it is private") from None
+        raise CheckpointError(
+            f"{repository}: no such file or directory, and no public model of {_endpoint()}; "
+            "check the name, or set HF_TOKEN if it is private"
+        ) from None
     except errors.OfflineModeIsEnabled:
         raise Unreachable("HF_HUB_OFFLINE is set") from None
     except errors.HfHubHTTPError as error:
         raise Unreachable(f"{_endpoint()} answered {error.response.status_code}") from None
     except ValueError as error:
         # huggingface_hub raises this for an invalid repository name, or an answer that is not JSON.
-        raise CheckpointError(f"{name} cannot be fetched: {_first_line(error)}") from None
+        raise CheckpointError(f"{name} cannot be fetched: {_first_line(error)}; check the name and HF_ENDPOINT") from None
     except (errors.HTTPError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
-            failed = f"cannot store {name} in {cache_folder()}: {reason(error)}"
-            raise CheckpointError(f"{failed}; set HF_HUB_CACHE to another folder") from None
+            raise CheckpointError(
+                f"cannot store {name} in {cache_folder()}: {reason(error)}; set HF_HUB_CACHE to another folder"
+            ) from None
         raise Unreachable(f"{_endpoint()} cannot be reached ({_first_line(error.__cause__ or error)})") from None
 
 

@@ -19,10 +19,11 @@ ORDER = "column_order"
 
 @dataclass(frozen=True)
 class Stored:
-    """The tensors of one quantised weight.
+    """The stored tensors of one quantised weight: its codes, scales and so on.
 
-    name: name of the weight, such as model.layers.0.mlp.up_proj.weight. config: the
-    quantization_config. parts: the tensors by the end of their names, such as "qweight".
+    path: the checkpoint. name: name of the weight, such as model.layers.0.mlp.up_proj.weight.
+    config: the quantization_config. parts: the tensors by the end of their names, such as
+    "qweight".
     """
 
     path: Path
@@ -30,20 +31,25 @@ class Stored:
     config: Mapping
     parts: Mapping[str, Tensor]
 
-    def error(self, problem: str, remedy: str = "download the model again") -> CheckpointError:
-        return CheckpointError(f"{self.path}: {shorten_text(self.name)} {problem}; {remedy}")
+    def error(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {shorten_text(self.name)}: {message}")
 
     def __getitem__(self, part: str) -> Tensor:
         if (tensor := self.parts.get(part)) is None:
-            raise self.error(f"has no {part}")
+            raise self.error(f"{part} is missing; download the model again")
         return tensor
 
     def scales(self, part: str) -> Tensor:
-        """Return the scales in the tensor `part` with two dimensions; a vector becomes [n, 1]."""
+        """Return the stored tensor `part`, which has the weight's scales, as a matrix.
+
+        A vector [n] becomes [n, 1]. part: end of the tensor's name, such as "weight_scale".
+        """
         tensor = self[part]
         if tensor.codec not in SCALE_TYPES or len(tensor.shape) > 2:
-            known = f"supported are 1 or 2 dimensions of {', '.join(SCALE_TYPES)}"
-            raise self.error(f"has {part} {list(tensor.shape)} of type {tensor.codec}", known)
+            known = ", ".join(SCALE_TYPES)
+            raise self.error(
+                f"unsupported {part} {list(tensor.shape)} of type {tensor.codec}; supported are 1 or 2 dimensions of {known}"
+            )
         return replace(tensor, shape=tensor.shape if len(tensor.shape) == 2 else (tensor.shape[0], 1))
 
     def tensor(
@@ -53,27 +59,31 @@ class Stored:
         scales: Tensor,
         codes: Callable[[], np.ndarray],
         zeros: Callable[[], np.ndarray] | None = None,
-        turned: bool = False,
+        transposed: bool = False,
         order: np.ndarray | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return the weight [out, in] and, if `order` is given, a tensor f32 [in] with `order`.
+        """Combine codes, scales and zero points to one weight, [out, in].
 
-        kind: the type of the codes, as in `scaled_codec`.
-        scales: one for each group or block, [out, groups], or [groups, out] if `turned`.
+        If `order` is given, the result has a second tensor, f32 [in], with `order`.
+
+        kind: type of the codes, such as "int4" or "nf4".
+        shape: (out, in).
+        scales: one for each group or block, [out, groups], or [groups, out] if `transposed`.
         codes: returns the stored codes, u8 [out, in].
-        zeros: returns zero points, i8 in the shape of the scales.
-        order: column i of the weight is column order[i] of the codes.
+        zeros: returns the zero points, i8 in the shape of `scales`.
+        order: permutation that makes groups contiguous: column i of the weight is column order[i]
+            of the codes.
         """
-        found = scales.shape[::-1] if turned else scales.shape
+        found = scales.shape[::-1] if transposed else scales.shape
         rows, columns = self._group(found, shape)
         codec_name = scaled_codec(kind, gcd(columns, shape[1]), scales.codec)
         if codec_name is None:
-            raise self.error(f"has groups of {columns} in rows of {shape[1]}", "supported are multiples of 32")
+            raise self.error(f"unsupported groups of {columns} in rows of {shape[1]}; supported are multiples of 32")
         codec = codec_of(codec_name)
         of_blocks = np.arange(shape[0])[:, None] // rows, np.arange(shape[1] // codec.block) * codec.block // columns
 
         def sides(values: np.ndarray) -> np.ndarray:
-            return (values.T if turned else values)[of_blocks].reshape(-1)
+            return (values.T if transposed else values)[of_blocks].reshape(-1)
 
         def read() -> np.ndarray:
             d = sides(scales.data.view(SCALE_TYPES[scales.codec]).reshape(scales.shape))
@@ -88,17 +98,18 @@ class Stored:
         return weight, Tensor(name, (shape[1],), "f32", scales.source, lambda: order.astype("<f4").view(np.uint8))
 
     def order(self, part: str, inner: int, groups: int) -> np.ndarray | None:
-        """Return a column permutation that makes quantisation groups contiguous.
+        """Return a permutation of the columns that makes the quantisation groups contiguous.
 
-        The tensor `part` has the group index of each column. The result is None if there is no such
-        tensor, or if the groups are contiguous already. inner: number of columns.
+        The result is None if they are contiguous already. part: end of the name of the tensor with
+        the group index of each column, such as "g_idx"; without this tensor, groups are contiguous.
+        inner: number of columns. groups: number of groups.
         """
         if (tensor := self.parts.get(part)) is None:
             return None
         indices = tensor.data.view("<i4").reshape(-1) if tensor.codec == "I32" else np.zeros(0, np.int32)
         order = np.argsort(indices, kind="stable")
         if len(indices) != inner or inner % groups or (indices[order] != np.arange(inner) // (inner // groups)).any():
-            raise self.error(f"has {part} that does not divide {inner} columns into equal groups")
+            raise self.error(f"{part} does not divide the {inner} columns into {groups} equal groups; download the model again")
         return None if (order == np.arange(inner)).all() else order
 
     def _group(self, scales: tuple[int, ...], shape: tuple[int, int]) -> tuple[int, int]:
@@ -110,18 +121,21 @@ class Stored:
             return block
         if scales[0] == out and inner % scales[1] == 0:
             return 1, inner // scales[1]
-        raise self.error(f"has scales {list(scales)}, which do not fit the shape {list(shape)}")
+        raise self.error(f"scales {list(scales)} do not fit the shape {list(shape)}; download the model again")
 
 
 def block_of(config: Mapping) -> tuple[int, int]:
-    """Return the block size (rows, columns) of FP8 weights; a block has one scale."""
+    """Return the size (rows, columns) of the blocks of FP8 weights that share a scale."""
     sizes = config.get("weight_block_size") or weights_of(config).get("block_structure") or _BLOCK
     is_valid = isinstance(sizes, list | tuple) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
     return tuple(sizes) if is_valid else _BLOCK
 
 
 def weights_of(config: Mapping) -> Mapping:
-    """Return `weights` in the first of a compressed-tensors config's `config_groups`, or {}."""
+    """Return how compressed-tensors quantised the weights: `weights` in the first config group.
+
+    config: the quantization_config. The result is {} for other quantisation methods.
+    """
     groups = config.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     weights = first.get("weights") if isinstance(first, dict) else None
@@ -129,10 +143,10 @@ def weights_of(config: Mapping) -> Mapping:
 
 
 def column_orders(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors, and {name of a weight: name of the tensor with its column permutation}.
+    """Find the column permutations of weights, and drop copies of equal permutations.
 
-    The permutation of the weight `*.weight` is the tensor `*.column_order`. If several of these are
-    equal, only the first is returned, and it is used for all their weights.
+    The permutation of a weight `*.weight` is the tensor `*.column_order`. Returns the tensors
+    without the copies, and {name of a weight: name of the tensor with its permutation}.
     """
     found, orders, names = dict(tensors), dict[str, str](), dict[bytes, str]()
     for name, tensor in tensors.items():

@@ -109,9 +109,10 @@ def main(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callable[[Record], str], Answer]]":
-    """Yield two functions for `run_job`: one returns the key of a record, one answers records.
+    """Yield the two functions that a batch job needs: to identify and to answer records.
 
-    With --ray, the Ray cluster answers the records.
+    The first returns the key of a record, a hash of all that determines its answer. The second
+    takes an iterator of records and answers them: on this machine or, with --ray, on a Ray cluster.
     """
     from castiron.pipelines.batch.job import answering
 
@@ -130,8 +131,8 @@ def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callab
 def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "tuple[Conversion, Engine | None]":
     """Return the converter of records to engine requests, and the engine that runs the requests.
 
-    The engine is None for an embedding model, or if `runs` is false. args: the command's options;
-    `args.json_schema` is the parsed schema.
+    The engine is None for an embedding model, which needs none, or if `runs` is false. args: the
+    command's options; `args.json_schema` is the parsed schema.
     """
     from castiron.pipelines.batch.records import Conversion, identity
     from castiron.pipelines.engine.engine import Engine
@@ -152,10 +153,10 @@ def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "t
 
 
 def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
-    """Return the converter of plain prompts, and a function that makes the converter of requests.
+    """Return a converter for plain records, and a function that makes one for OpenAI's format.
 
-    The function is called when the first request in OpenAI's format is read. It also prints which
-    of the given options have no effect on such requests.
+    Both are for models that generate text. The function is called when the first record in OpenAI's
+    format is read. It prints which of the given options have no effect on these records.
     """
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_records import Prompts
@@ -184,7 +185,10 @@ def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, C
 
 
 def embedding_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
-    """Return the converter of texts, and a function that makes the converter of OpenAI requests."""
+    """Return a converter for plain texts, and a function that makes one for OpenAI's format.
+
+    Both are for embedding models and rerankers.
+    """
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_records import Embeddings
     from castiron.pipelines.text.embedder import Embedder
@@ -205,9 +209,9 @@ def names(args: argparse.Namespace, bundle: "Bundle") -> list[str]:
 
 
 def progress_reporter(progress: Progress) -> "Callable[[Summary, float | None], None]":
-    """Return a callback that reports a job: a bar at a terminal, else one line a minute.
+    """Return a callback that prints the progress of a job: a bar or, in a pipe, a line a minute.
 
-    The callback takes the counts of the job and the fraction done, None if it is unknown.
+    The callback takes (counts of the job, fraction done, or None if it is unknown).
     """
     last = time.monotonic()
 

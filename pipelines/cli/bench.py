@@ -109,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise PipelineError if options exclude each other, or if no option says what to measure."""
+    """Raise PipelineError if options cannot be combined, or if there is nothing to measure."""
     if args.kernel and not args.shape:
         raise PipelineError(f"--kernel {args.kernel} needs --shape; see castiron bench --help")
     if args.bundle is None and not args.shape:
@@ -127,9 +127,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def compiled_shape(settings, args: argparse.Namespace, progress: Progress):
-    """Return a bundle with random weights in the shape of --shape, compiled if not cached.
+    """Return a bundle with random weights and the sizes of a known model, which --shape names.
 
-    settings: the bundle's context is at least `settings.context`, unless --context is given.
+    It is compiled, unless it is in the cache. settings: the settings of the measurement, which
+    determine the min context of the bundle if --context is not given.
     """
     from castiron.pipelines.compile.open_model import open_or_compile
     from castiron.pipelines.compile.options import Options

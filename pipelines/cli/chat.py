@@ -160,7 +160,7 @@ class Console:
             print(f"{setting:15}{shown}", file=sys.stderr)
 
     def show(self, _: str) -> None:
-        """Print facts about the model, and the settings."""
+        """Run the command /show: print facts about the model, and the settings."""
         chat, manifest = self.chat, self.chat.engine.manifest
         used = f"{chat.engine.position} of {chat.engine.context} positions"
         facts = {"model": manifest.name, "family": manifest.config.get("model_type"), "weights": manifest.weights,
@@ -184,8 +184,8 @@ class Console:
     def answer(self, ask: Callable[[Callable[[int, int], None]], Iterator[str]]) -> None:
         """Print an answer while the model generates it.
 
-        ask: starts the answer and returns an iterator over its text. `ask` gets a callback, which
-        it calls with (prompt tokens read so far, all prompt tokens).
+        ask: starts the answer, and returns an iterator over the pieces of its text. Its argument is
+        a progress callback, which it calls with (prompt tokens read, all prompt tokens).
         """
         from castiron.pipelines.cli.run import AnswerOutput
 

@@ -67,9 +67,10 @@ def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
 
 
 def report(found: dict) -> list[str]:
-    """Return the lines to print: up to four modules, of which the last is the first that differs.
+    """Return the lines to print: the first module that differs, after the three modules before it.
 
-    If no module differs, these are the last four modules. found: the result of `compare`.
+    If no module differs, the lines show the last four modules. found: result of the comparison,
+    with `modules` (the difference of each module) and `first` (name of the first that differs).
     """
     modules, first = found["modules"], found["first"]
     width = max(len(each["module"]) for each in modules)

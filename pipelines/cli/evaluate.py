@@ -128,12 +128,16 @@ def percent(value: dict[str, float]) -> str:
 
 
 def arithmetic(numerics: str, cache: str) -> str:
-    """Return numerics and KV cache type as text: "fast, cache of f16", or "exact" for f32."""
+    """Return numerics and KV cache type as text, such as "fast, cache of f16"; f32 is left out."""
     return numerics + f", cache of {cache}" * (cache != "f32")
 
 
 def hf_logits(checkpoint: Path, weights: str, threads: int, adapter: Path | None) -> LogitsFunction:
-    """Return a function that runs HF transformers on a text, and yields its logits."""
+    """Load a checkpoint with HF transformers; return a function that yields its logits for a text.
+
+    The function takes (token ids, index of the first position), and yields f32 [vocab] for each
+    position from there. weights: the bundle's --weights, to which HF's weights are rounded too.
+    """
     model = load_reference(checkpoint, weights, threads, adapter)
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
@@ -150,11 +154,10 @@ def hf_logits(checkpoint: Path, weights: str, threads: int, adapter: Path | None
 def base_of(
     bundle: Bundle, named: str, context: int, threads: int, checkpoint: str | None = None
 ) -> tuple[str, LogitsFunction]:
-    """Return the name of the base model, and a function that yields its logits for a text.
+    """Open the base model; return its name, and a function that yields its logits for a text.
 
-    named: the value of --against: hf, llama.cpp or the path of a bundle. context: number of tokens
-    that the base model must be able to read. checkpoint: the value of --checkpoint, for hf and
-    llama.cpp.
+    named: the value of --against: hf, llama.cpp or the path of a bundle. context: min context of
+    the base model, in tokens. checkpoint: the value of --checkpoint, for hf and llama.cpp.
     """
     if named == "hf":
         # HF's weights are not quantised, so that the divergence shows the cost of quantisation. A float type is applied.

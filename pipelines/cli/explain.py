@@ -2,9 +2,9 @@
 
 A kernel's limit is the time to read its bytes at the machine's read bandwidth, or to compute its
 FLOP at the machine's peak, whichever is longer. "in cache" means that the kernel reads faster than
-memory can. Bandwidth, peak and call are measured in turns. The times of kernels come from IREE's
-profiler, which slows short kernels down a little. "no kernel" is the rest of the call's time, which
-is measured without the profiler.
+memory can. The bandwidth, the peak and the call are measured three times each, alternately. The
+times of kernels come from IREE's profiler, which slows short kernels down a little. "no kernel" is
+the rest of the call's time, which is measured without the profiler.
 """
 
 import argparse
@@ -79,7 +79,10 @@ def explain(bundle: Bundle, function_name: str, position: int, threads: int | No
 
 
 def described(measured: Profile, rows: list[dict], limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return the object that --json prints; rows: its list `dispatches`."""
+    """Return the object that --json prints, from the times of a call and the machine's limits.
+
+    rows: an object for each kernel. limits: bandwidth in GB/s and peaks in GFLOP/s, by name.
+    """
     flops = sum(row["flops"] or 0 for row in rows)
     return {
         "function": measured.function,
@@ -95,10 +98,11 @@ def described(measured: Profile, rows: list[dict], limits: Mapping[str, float]) 
 
 
 def kernel_row(dispatch: Dispatch, work: Mapping[str, Mapping], position: int, limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return the object for one kernel in the list `dispatches` that --json prints.
+    """Return the object that --json prints for one kernel; times, bytes and FLOP are sums of calls.
 
-    Time, bytes and FLOP are sums over all calls of the kernel. work: the manifest's FLOP, bytes and
-    module paths of each kernel, by kernel name.
+    dispatch: the measured time of the kernel. work: {kernel: its FLOP, bytes and module paths},
+    from the bundle's manifest. position: number of tokens in the KV cache. limits: the machine's
+    bandwidth in GB/s and peaks in GFLOP/s, by name.
     """
     kernel = work.get(dispatch.name.removesuffix("_fn"), {})
     nbytes, flops = (amount(kernel, unit, position) * kernel["calls"] if kernel else None for unit in ("bytes", "flops"))

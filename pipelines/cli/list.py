@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def bundles_at(path: Path) -> Iterator[Path]:
-    """Yield `path` if it is a bundle, else the bundles in the folder `path`, without checks."""
+    """Yield `path` if it is a bundle, else the bundles in the folder `path`; none is opened."""
     is_directory = lambda entry: (entry / "manifest.json").is_file() and not entry.name.startswith(".")
     is_bundle = lambda entry: is_directory(entry) or entry.suffix == ".castiron" and is_archive(entry)
     if is_bundle(path):
@@ -113,7 +113,10 @@ def table(result: dict) -> list[str]:
 
 
 def bundle_line(row: dict, width: int) -> str:
-    """Return the line to print for a bundle; row: its object; width: characters for the path."""
+    """Return the line to print for a bundle.
+
+    row: the object that --json prints for it. width: width of the path's column in characters.
+    """
     used = f", used {row['last_used'][:16].replace('T', ' ')}" if "last_used" in row else ""
     if "error" in row:
         return f"  {row['path']:<{width}}  {row['error']}{used}"

@@ -36,7 +36,10 @@ def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False,
 
 
 def with_device(bundle: "Bundle", device: str | None) -> "Bundle":
-    """Return the bundle for the device of --device. A progress bar shows the upload of weights."""
+    """Return the bundle, to run on a device such as "vulkan:1"; None for the default device.
+
+    A progress bar shows the upload of weights to a GPU.
+    """
     progress = Progress()
 
     def report(done: int, total: int) -> None:

@@ -128,7 +128,10 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 def add_options(parser: argparse._ActionsContainer, *options: str, **changes: Any) -> None:
-    """Add options of the table `SHARED`; `changes` override arguments of add_argument."""
+    """Add options that several commands share, such as "--json", to a command's parser.
+
+    changes: arguments of add_argument that replace the usual ones.
+    """
     for flags in options:
         parser.add_argument(*flags.split(), **SHARED[flags] | changes)
 
@@ -162,7 +165,7 @@ def model_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[st
 
 
 def note_ignored(args: argparse.Namespace) -> None:
-    """Print that -ngl has no effect, if its value is not 0."""
+    """Print a message if -ngl, which has no effect in castiron, is not 0."""
     if getattr(args, "n_gpu_layers", "0") != "0":
         print_message(f"no effect: -ngl {args.n_gpu_layers}; to use a GPU, run castiron compile --target vulkan")
 
@@ -197,7 +200,7 @@ def existing_model(model: str) -> str:
 def check_threads(args: argparse.Namespace) -> None:
     """Raise PipelineError if --threads exceeds the number of this machine's CPUs.
 
-    Commands that use threads of another machine are not checked.
+    Commands that use the threads of another machine are not checked.
     """
     threads, cpus = getattr(args, "threads", None), os.cpu_count() or 1
     elsewhere = getattr(args, "target", "host") != "host" or getattr(args, "ray", None) not in (None, "local")
@@ -238,7 +241,10 @@ def default_bundle(model: str) -> Path:
 
 
 def add_model(parser: argparse.ArgumentParser, name: str = "bundle", **changes: str) -> None:
-    """Add the MODEL argument of commands that run models, as `args.bundle` or `args.NAME`."""
+    """Add the MODEL argument of commands that run models, which -m also sets.
+
+    name: attribute of the parsed arguments. changes: arguments of add_argument to replace.
+    """
     arguments = {"metavar": "DIR|MODEL", "help": "bundle, GGUF file, HF directory, catalogue name, or org/name on the hub"}
     parser.add_argument(name, **arguments | changes)
     # For the help only: `model_first` replaces -m before the parser reads the arguments.
@@ -312,18 +318,19 @@ def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None =
     sampling = replace(own or Sampling(), **given)
     idle = [f"--{name.replace('_', '-')}" for name in DRAWING if name in given]
     if idle and not sampling.is_random:
-        message = f"no effect in greedy decoding: {', '.join(idle)}"
+        names = ", ".join(idle)
         if args.temperature is None:
-            raise PipelineError(f"{message}; add --temperature 1, or remove {'it' if len(idle) == 1 else 'them'}")
-        print_message(message)
+            raise PipelineError(f"no effect in greedy decoding: {names}; add --temperature 1, or remove {names}")
+        print_message(f"no effect in greedy decoding: {names}")
     return sampling
 
 
 def prefix_store(args: argparse.Namespace, manifest: "Manifest", is_automatic: bool = False) -> "PrefixStore | None":
-    """Return the store for states of prefixes in the folder --prefix-cache.
+    """Return the store of prefix caches in the folder that --prefix-cache names, or None.
 
-    If the option is not given, return None or, if `is_automatic`, a store for long prefixes in
-    castiron's cache folder.
+    It saves the KV cache of a prompt's prefix on disk, for later prompts with this prefix.
+    is_automatic: whether to use castiron's cache folder, for long prefixes, if the option is not
+    given.
     """
     if not 0 < args.prefix_cache_size < float("inf"):
         raise PipelineError(f"--prefix-cache-size is {args.prefix_cache_size:g}; give a number of gigabytes above 0")
@@ -347,4 +354,4 @@ def read_schema(path: str | None) -> Any:
     try:
         return json.loads(Path(path).read_bytes())
     except (ValueError, RecursionError) as error:
-        raise PipelineError(f"{path} is not JSON: {error}") from None
+        raise PipelineError(f"{path} is not JSON: {error}; correct the file") from None

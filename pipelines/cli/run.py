@@ -145,8 +145,9 @@ def check_prompt(args: argparse.Namespace) -> None:
 def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Tokenizer | None, tuple[int, ...]]:
     """Return (token ids of the prompt, tokenizer, additional end tokens).
 
-    The additional end tokens are those of a prompt with --suffix. With --tokens, the tokenizer is
-    None if the bundle has none or no option needs it.
+    With --suffix, the prompt has fill-in-the-middle tokens, and additional tokens end the answer;
+    otherwise there are none. With --tokens, the tokenizer is None if the bundle does not have one,
+    or if no option needs it.
     """
     if args.tokens:
         encode_prompt(args.tokens, None, bundle.manifest.vocab)
@@ -176,7 +177,10 @@ def read_grammar(args: argparse.Namespace, text: Tokenizer | None) -> Grammar | 
 
 
 def prompt_text(args: argparse.Namespace) -> str:
-    """Return the prompt: of --file, of stdin, or of the command line followed by stdin."""
+    """Return the text of the prompt, from --file, stdin, or PROMPT followed by the text on stdin.
+
+    Raises PipelineError if it is empty.
+    """
     if args.file:
         prompt, source = decoded(Path(args.file).read_bytes()), args.file
     elif args.prompt == "-":

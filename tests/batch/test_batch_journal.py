@@ -102,7 +102,7 @@ def test_rejects_invalid_outputs(path, tmp_path, capsys):
     assert "another castiron batch is writing" in refused(str(source), "-o", str(out))
     journal_of_other.close()
     Path(f"{out}.journal").write_text("my own notes\n")
-    assert "is not a journal that this castiron can read" in refused(str(source), "-o", str(out))
+    assert "is not a journal that this version of castiron can read" in refused(str(source), "-o", str(out))
     assert Path(f"{out}.journal").read_text() == "my own notes\n" and not out.exists()
     assert "is the input" in refused(str(source), "-o", str(source))
     (tmp_path / "folder.jsonl").mkdir()

@@ -37,7 +37,7 @@ def test_tables_keep_their_columns_and_types(job, tmp_path):
         assert found[name].equals(table[name]) and found.schema.field(name).type == table.schema.field(name).type
     assert found["error"].to_pylist() == [
         None,
-        "the record has no messages and no prompt; give it one of messages, prompt",
+        "the record has no messages and no prompt; give it exactly one of the columns messages, prompt",
         None,
     ]
     # A dictionary inside a struct, and rows in OpenAI's format.
@@ -79,7 +79,7 @@ def test_rows_before_damage_run_a_single_time(path, job, tmp_path, monkeypatch, 
     source.write_bytes(good[:second] + b"\xff" * 20 + good[second + 20 :])
     assert cli.main(["batch", str(path), str(source), "-o", str(out), "-n", "2", "--threads", "1"]) == 1
     message = capsys.readouterr().err.splitlines()[-1]
-    assert "is damaged" in message and "the records before it are done" in message and not out.exists()
+    assert "is damaged" in message and "records are done" in message and not out.exists()
     source.write_bytes(good)
     before = job(source, out, "-n", "2")["before"]
     assert 5 < before < 40 and len(read(out)) == 40

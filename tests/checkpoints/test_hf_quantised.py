@@ -221,17 +221,21 @@ REJECTED = {
         {},
         "unsupported format: 'marlin-24'; supported are .*pack-quantized",
     ),
-    "a missing part": ({}, {"scales": lambda part: None}, "up_proj.weight has no scales; download"),
-    "3 bits": ({}, {"qzeros": lambda part: np.zeros((1, 24), np.int32)}, "has 3 bits; supported are 4 and 8 bits of gptq"),
+    "a missing part": ({}, {"scales": lambda part: None}, "up_proj.weight: scales is missing; download"),
+    "3 bits": (
+        {},
+        {"qzeros": lambda part: np.zeros((1, 24), np.int32)},
+        "3 bits are unsupported; supported are 4 and 8 bits for gptq",
+    ),
     "a part of another shape": (
         {},
         {"scales": lambda part: part[:, :-8]},
-        r"has qweight \[16, 256\] and qzeros \[1, 32\], which do not fit scales \[1, 248\]",
+        r"up_proj.weight: qweight \[16, 256\] and qzeros \[1, 32\] do not fit scales \[1, 248\]; download",
     ),
     "groups of other sizes": (
         {},
         {"g_idx": lambda part: part + np.arange(128, dtype=np.int32) % 2},
-        "has g_idx that does not divide 128 columns into equal groups",
+        "g_idx does not divide the 128 columns into 1 equal groups",
     ),
 }
 
@@ -247,15 +251,13 @@ def test_malformed_checkpoints_end_in_one_line(name, gptq_directory, tmp_path):
 def test_a_shape_of_bytes_is_rejected(tmp_path):
     directory, _ = made(tmp_path, "compressed-tensors int4 channel")
     path = changed(directory, tmp_path / "other", weight_shape=lambda shape: shape.astype(np.uint8))
-    with pytest.raises(
-        CheckpointError, match=r"has weight_packed \[256, 16\], which does not fit its weight_shape \[\]; download"
-    ):
+    with pytest.raises(CheckpointError, match=r"weight_packed \[256, 16\] does not fit weight_shape \[\]; download"):
         open_checkpoint(path)
 
 
 def test_zero_points_that_contradict_the_config_are_rejected(gptq_directory, tmp_path):
     checkpoint = open_checkpoint(changed(gptq_directory, tmp_path / "model", qzeros=lambda part: part + 1))
-    with pytest.raises(CheckpointError, match="up_proj.weight has zero points other than 8, although `sym` is true"):
+    with pytest.raises(CheckpointError, match="up_proj.weight: qzeros has zero points other than 8, although `sym` is true"):
         check_finite(checkpoint)
 
 
