@@ -1,9 +1,9 @@
-"""Write `emitter/models/hf_keys.json`: the keys of a config.json that HF's classes define or read.
+"""Write `emitter/models/hf_keys.json`: the keys that HF models may have in their config.json.
 
     python -m castiron.reference.config_keys
 
-Run it after a change of the transformers version or of the families. A test compares the
-file with these keys.
+Run it after an update of transformers, and when castiron supports a new model type. A test checks
+that the file is up to date.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ def _defined(model_type: str) -> set[str]:
 
 
 def _reads(module: ModuleType) -> Iterator[str]:
-    """Yield the config keys that a module reads: attributes, getattr, hasattr or kwargs."""
+    """Yield the config keys that a module's source code reads.
+
+    It finds `config.KEY`, and KEY in `getattr`, `hasattr`, `kwargs.get` and `kwargs.pop`.
+    """
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         match node:
             case ast.Attribute(value=value, attr=name) if _is_config(value):

@@ -80,11 +80,14 @@ def activations(model: PreTrainedModel, tokens: Sequence[int], names: Sequence[s
 
 @contextmanager
 def capture(model: PreTrainedModel, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
-    """Yield a dictionary that every run of the model fills with the outputs of named submodules."""
+    """Yield a dictionary that every run of the model fills with outputs, by name of submodule.
+
+    names: names of the submodules, as in `named_modules`. An output is f32 [tokens, features].
+    """
     modules = dict(model.named_modules())
     unknown = [name for name in names if name not in modules]
     if unknown:
-        raise ValueError(f"{type(model).__name__} has no submodule {', '.join(unknown)}")
+        raise ValueError(f"{type(model).__name__} has no submodule {', '.join(unknown)}; use names from named_modules()")
     found: dict[str, np.ndarray] = {}
 
     def keep(name: str):

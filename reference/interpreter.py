@@ -3,7 +3,7 @@
 Semantics are those of the StableHLO specification (github.com/openxla/stablehlo, docs/spec.md).
 Where the specification leaves a choice: f16 and bf16 are computed in f32 and rounded once per
 operation, also in sums and dot products; a float outside the range of an integer type converts to
-the nearest integer of that type, and NaN to 0 (as in XLA). Arrays are as `DType.numpy` stores them.
+the nearest integer of that type, and NaN to 0 (as in XLA). Arrays of bf16 have the dtype uint16.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ def run(
 ) -> list[np.ndarray]:
     """Run `function` on `inputs`, and return its outputs.
 
-    inputs: arrays of the declared shapes and stored types; an i8 input may be uint8. params: arrays
-    of the parameters by name. trace: called as `trace(op, results)` after every operation, with
-    arrays that it must not change. A kernel is run as `kernel.reference(**operands)`: tensors are
-    read-only arrays (uint8 for i8), and operands of type index are integers.
+    inputs: arrays with the shapes and dtypes of the function's inputs; bf16 is uint16, and i8 may
+    be uint8. params: the weights by parameter name. trace: called as `trace(op, results)` after
+    every operation; it must not change the arrays.
+
+    A kernel is run by its NumPy reference, `kernel.reference(**operands)`. Tensors among the
+    operands are read-only arrays (uint8 for i8), and operands of type index are integers.
     """
     try:
         body = module.functions[function]
     except KeyError:
         raise EmitError(f"module {module.name} has no function {function!r}; use {' or '.join(module.functions)}") from None
     if len(inputs) != len(body.inputs):
-        raise EmitError(f"function {function} takes {len(body.inputs)} inputs, got {len(inputs)}")
+        raise EmitError(f"function {function} takes {len(body.inputs)} inputs, got {len(inputs)}; give an array for each")
     left = users(body)
     values = {v: _stored(a, v.type, f"input {v.name!r} of {function}") for v, a in zip(body.inputs, inputs)}
     with np.errstate(all="ignore"):
@@ -55,7 +57,7 @@ def _run_op(op: Op, args: list[np.ndarray], params: Mapping[str, np.ndarray]) ->
     if op.kind == "parameter":
         name, type_ = op.attrs["name"], op.results[0].type
         if name not in params:
-            raise EmitError(f"parameter {name!r} is missing from params")
+            raise EmitError(f"no array for parameter {name!r}; add it to params")
         return (_stored(params[name], type_, f"parameter {name!r}"),)
     rule = _RULES.get(op.kind)
     if rule is None:
@@ -65,12 +67,16 @@ def _run_op(op: Op, args: list[np.ndarray], params: Mapping[str, np.ndarray]) ->
 
 
 def _stored(array: np.ndarray, type_: TensorType, what: str) -> np.ndarray:
-    """Return `array`, with uint8 viewed as i8; raise EmitError unless it fits `type_`."""
+    """Return `array` if it has the shape and dtype of `type_`; raise EmitError otherwise.
+
+    For type i8, an array of uint8 is accepted and returned as int8. what: name of the array, for
+    the error message.
+    """
     array = np.asarray(array)
     if type_.dtype is I8 and array.dtype == np.uint8:
         array = array.view(np.int8)
     if array.shape != type_.shape or array.dtype != type_.dtype.numpy:
-        raise EmitError(f"{what} is {type_}, got an array {array.dtype}{list(array.shape)}")
+        raise EmitError(f"{what} is an array of {array.dtype}{list(array.shape)}; it must be {type_}")
     return array
 
 
@@ -87,7 +93,10 @@ def _forget(values: dict[Value, np.ndarray], left: dict[Value, int], op: Op) -> 
 
 
 def _float(compute: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Return an operation that computes f16 and bf16 in f32, and rounds the result once."""
+    """Return the interpreter's function for an operation that `compute` computes on NumPy arrays.
+
+    Operands of type f16 and bf16 are converted to f32, and the result is rounded once.
+    """
 
     def rule(op: Op, *args: np.ndarray) -> np.ndarray:
         dtype = op.results[0].dtype
@@ -153,7 +162,10 @@ def _iota(op: Op) -> np.ndarray:
 
 
 def _window(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[np.ndarray]) -> tuple[slice, ...]:
-    """Return slices of `sizes` elements from `starts`, which are clamped as in StableHLO."""
+    """Return the slices that select `sizes` elements from `starts` in an array with shape `shape`.
+
+    As in StableHLO's dynamic_slice, each start is clamped so that the slice is inside the array.
+    """
     clamped = (min(max(int(s), 0), n - size) for s, n, size in zip(starts, shape, sizes))
     return tuple(slice(start, start + size) for start, size in zip(clamped, sizes))
 
@@ -191,10 +203,11 @@ def _reduce(op: Op, x: np.ndarray, init: np.ndarray) -> np.ndarray:
 
 
 def _argmax(op: Op, values: np.ndarray, indices: np.ndarray, *_start: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return the max and its lowest index, with NaN as in StableHLO's reduction.
+    """Return (max, index of the max) of a vector; of equal elements, the one with the lowest index.
 
-    There, a NaN replaces the max, and the next value replaces the NaN. So the result is the max of
-    the values after the last NaN, or NaN if the last value is NaN.
+    NaN is treated as in the reduction that argmax becomes in StableHLO: a NaN replaces the max so
+    far, and the next element replaces the NaN. So the result is the max of the elements after the
+    last NaN, or NaN if the last element is NaN.
     """
     nans = np.flatnonzero(np.isnan(values))
     first = min(int(nans[-1]) + 1, len(values) - 1) if len(nans) else 0

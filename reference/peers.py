@@ -1,9 +1,10 @@
-"""The engines that `castiron bench` compares with; only the model's work is timed.
+"""The engines that `castiron bench` compares with: llama.cpp and HF transformers.
 
-Each class has the same methods. `prefill(tokens)` returns the seconds from an empty context to the
-last token's logits. `fill(tokens)` puts tokens in an empty cache. `decode(depth, tokens)` feeds
-tokens one by one from position `depth` on, and returns the seconds. `first(tokens)` returns the
-greedy token after `tokens`.
+Each class has the same methods. `fill(tokens)` puts tokens in an empty cache. `prefill(tokens)`
+does the same, and returns the seconds until the logits of the last token are computed.
+`decode(depth, tokens)` appends tokens one by one from position `depth` on, and returns the seconds.
+`first(tokens)` returns the greedy token after `tokens`. The times contain the model's forward
+passes only, neither loading nor tokenization.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from castiron.vmfb.targets import TILES
 def open_llama(model: str | Path, threads: int, context: int, **options: Any) -> Any:
     """Return a `llama_cpp.Llama` for a GGUF file; options: more arguments of its constructor.
 
-    On CPUs with AMX, llama-cpp-python 0.3.36 crashes while it repacks weights, so it keeps them as
-    they are.
+    On CPUs with AMX, repacking of weights is disabled, because llama-cpp-python 0.3.36 crashes
+    there.
     """
     from llama_cpp import Llama, llama_cpp
 

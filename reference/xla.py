@@ -1,4 +1,4 @@
-"""Run StableHLO text with XLA on the CPU, as a second compiler for the portable lowering.
+"""Run StableHLO text with XLA on the CPU, to check castiron's StableHLO with a second compiler.
 
 jax is imported inside functions, so that tests that do not call them run without it.
 """
@@ -17,14 +17,17 @@ from castiron.emitter.types import DTYPES
 def run_stablehlo(text: str, function: str, args: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Run `function` of the MLIR module `text` on `args`; return its results.
 
-    Arrays are as `emitter.types.DType.numpy` stores them (bf16 as uint16); i8 may be uint8.
+    Arrays of bf16, in arguments and results, have the dtype uint16. An i8 argument may be uint8.
     """
     return compile_stablehlo(text, function)(args)
 
 
 @lru_cache(maxsize=64)
 def compile_stablehlo(text: str, function: str) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
-    """Compile `function` of the MLIR module `text` to a Python function from arrays to results."""
+    """Compile `function` of an MLIR module; return a Python function from arguments to results.
+
+    text: the module. Arguments and results are as in `run_stablehlo`.
+    """
     import jax
     from jaxlib import xla_client
 
@@ -37,7 +40,7 @@ def compile_stablehlo(text: str, function: str) -> Callable[[Sequence[np.ndarray
 
     def call(args: Sequence[np.ndarray]) -> list[np.ndarray]:
         if len(args) != len(types):
-            raise ValueError(f"function {function} takes {len(types)} arguments, got {len(args)}")
+            raise ValueError(f"function {function} takes {len(types)} arguments, got {len(args)}; give an array for each")
         arrays = [jax.device_put(_given(np.asarray(a), *t), device) for a, t in zip(args, types)]
         return [_stored(np.asarray(result)) for result in executable.execute(arrays)]
 
@@ -56,7 +59,7 @@ def _entry(text: str, function: str) -> tuple[str, list[tuple[tuple[int, ...], n
         try:
             module = ir.Module.parse(text)
         except ir.MLIRError as error:
-            raise ValueError(f"the text is not a StableHLO module: {error}") from None
+            raise ValueError(f"cannot parse the StableHLO module: {error}; correct its text") from None
         found = None
         for op in list(module.body.operations):
             if op.attributes["sym_name"].value == function:
@@ -64,7 +67,7 @@ def _entry(text: str, function: str) -> tuple[str, list[tuple[tuple[int, ...], n
             else:
                 op.erase()
         if found is None:
-            raise ValueError(f"the module has no function {function!r}")
+            raise ValueError(f"the StableHLO module has no function {function!r}; give the name of one that it defines")
         found.attributes["sym_name"] = ir.StringAttr.get("main")
         inputs = [ir.RankedTensorType(t) for t in ir.FunctionType(found.attributes["function_type"].value).inputs]
         return str(module), [(tuple(t.shape), _NUMPY[str(t.element_type)]) for t in inputs]
@@ -74,7 +77,7 @@ def _given(array: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.nda
     if (array.dtype, dtype) in _SAME_BITS:
         array = array.view(dtype)
     if array.shape != shape or array.dtype != dtype:
-        raise ValueError(f"an argument must be {dtype}{list(shape)}; got {array.dtype}{list(array.shape)}")
+        raise ValueError(f"argument is an array of {array.dtype}{list(array.shape)}; it must be {dtype}{list(shape)}")
     return array
 
 

@@ -1,1 +1,4 @@
-"""The package that compiles MLIR text to bundles and runs them, for models of any family."""
+"""Compile MLIR text to bundles, and run bundles, for models of any family.
+
+A bundle is a directory or archive with a compiled model, its weights, its tokenizer and a manifest.
+"""

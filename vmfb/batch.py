@@ -37,7 +37,10 @@ class Cover:
         self.of = lru_cache(4096)(self._of)
 
     def _of(self, slots: tuple[int, ...]) -> tuple[Span, ...]:
-        """Return the cheapest calls that include all `slots`, which must be in ascending order."""
+        """Return the cheapest calls, each (first slot, width), that include all `slots`.
+
+        slots: indices of slots in ascending order.
+        """
         # best[n]: (cost, number of calls, total width, spans) of the best plan for the last n slots.
         best: list[tuple[float, int, int, tuple[Span, ...]]] = [(0.0, 0, 0, ())]
         for slot in reversed(slots):
@@ -52,11 +55,11 @@ class Cover:
 
 
 def costs_of(manifest: Manifest) -> dict[int, float]:
-    """Return the estimated time of a decode call for each width (number of sequences).
+    """Return the estimated time of one decode call, by the call's width (number of sequences).
 
-    The unit is the time of one floating-point operation. The time of a kernel at position 0 is its
-    compute time or its memory read time, whichever is longer. All times are 0 if the manifest does
-    not list the work of the kernels.
+    The unit is the time of one floating-point operation. The time of a call is the sum over its
+    kernels, at position 0, of the compute time or the memory time, whichever is longer. All times
+    are 0 if the manifest has no FLOP and byte counts for the kernels.
     """
     functions = [manifest.function("decode"), *(manifest.function("batch", width) for width in manifest.widths("batch"))]
     work = manifest.compile.get("work", {})
@@ -67,18 +70,18 @@ def costs_of(manifest: Manifest) -> dict[int, float]:
 
 
 class Batch:
-    """Sessions that decode together.
+    """Decodes several sequences together; each has a slot, with a `Session` of its own in `slots`.
 
-    Each session has a slot, which is a part of the batch's buffers. The number of slots is the
-    largest B of the functions `decode_batch_B`; such a function decodes a token in B adjacent
-    slots. Each state of the model has one buffer, with the slots along dimension 0.
+    A call of the function `decode_batch_B` decodes one token in each of B adjacent slots, and reads
+    the weights once. The number of slots is the largest such B. Each state of the model, such as a
+    KV cache, has one buffer for all slots, which are joined along dimension 0.
 
-    A call skips slots with a negative position, but a skipped slot takes as long as a used slot. So
-    several narrow calls may be faster than a wide call if the used slots are far apart.
+    A call can leave out slots, but takes as long as if it used all B. So several calls with a small
+    B may be faster than one with a large B if the used slots are far apart.
     """
 
     def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
-        """Load a bundle; a bundle without batch functions gets one slot."""
+        """Load a bundle; without functions `decode_batch_B`, the batch has one slot."""
         bundle = open_bundle(bundle)
         states, self.size = bundle.manifest.states, max(bundle.manifest.widths("batch"), default=1)
         self.program = program = open_program(bundle, threads, self.size)
@@ -137,9 +140,9 @@ class Batch:
         return {slot: found[slot - first] for slot in taken}
 
     def _save_logits(self, call: Call, stepped: Collection[int]) -> None:
-        """Copy the logits of `call`, because its next run overwrites them.
+        """Save the logits of slots that the next run of `call` leaves out, as it overwrites them.
 
-        stepped: slots that get a token in the next run; their old logits are not copied.
+        stepped: the slots that get a token in the next run; their old logits are no longer needed.
         """
         for slot, session in enumerate(self.slots):
             if slot not in stepped and isinstance(session._last, Row) and session._last.call is call:

@@ -167,7 +167,7 @@ def _open_directory(path: Path) -> dict[str, Part]:
 def _open_files(path: Path) -> dict[str, Part]:
     if not os.path.isdir(path):
         problem = "not a directory" if os.path.lexists(path) else "no such file or directory"
-        raise BundleError(f"{path}: {problem}; run castiron compile to make a bundle")
+        raise BundleError(f"cannot open bundle {path}: {problem}; run castiron compile to make a bundle")
     parts, problem = dict[str, Part](), "no manifest.json"
     try:
         names = sorted(filter(is_bundle_file, os.listdir(path)))
@@ -229,7 +229,7 @@ def _check_files(path: Path, manifest: Manifest, data: bytes, parts: Mapping[str
     for name, file in manifest.files.items():
         if name not in parts:
             problem = "unreadable" if os.path.lexists(path / name) else "missing"
-            raise BundleError(f"{problem} file: {path / name}; check its permissions, or compile the bundle again")
+            raise BundleError(f"{problem} file in bundle: {path / name}; check its permissions, or compile the bundle again")
         if parts[name].size != file.size:
             raise BundleError(
                 f"{path / name} has {parts[name].size} bytes, but {file.size} in the manifest; compile the bundle again"
@@ -301,7 +301,7 @@ class BundleWriter:
     def path(self, name: str) -> Path:
         """Return the path for the file `name`; raise ValueError for an invalid file name."""
         if not is_bundle_file(name):
-            raise ValueError(f"{name} is not a file of a bundle")
+            raise ValueError(f"a bundle cannot have a file named {name!r}; use one of {', '.join(FILES)}")
         return self.directory / name
 
     def write(self, name: str, data: bytes | str) -> None:
@@ -342,7 +342,7 @@ class BundleWriter:
         try:
             check(manifest)
         except RecordError as error:
-            raise BundleError(f"invalid manifest for {self.target}: {error}") from None
+            raise BundleError(f"invalid manifest for {self.target}: {error}; correct the manifest") from None
         data = dump(manifest)
         with naming(self.directory):
             (self.directory / MANIFEST).write_bytes(data)
@@ -365,4 +365,4 @@ class BundleWriter:
             value = None
         # Files of another kind are never deleted, even beside a manifest.json.
         if not isinstance(value, dict) or "schema" not in value or not all(map(is_bundle_file, entries)):
-            raise BundleError(f"directory contains other files than a bundle's: {self.target}; choose an empty directory")
+            raise BundleError(f"directory contains files that are not from a bundle: {self.target}; choose an empty directory")

@@ -19,8 +19,9 @@ def own_group() -> Iterator[int | None]:
     Start children in the group with `Popen(process_group=...)`. The id is None on systems without
     /bin/sh.
 
-    A guard process kills the group when its pipe to this process is closed. PR_SET_PDEATHSIG would
-    run Python code in the forked child, which is not safe while other threads run.
+    A guard process, /bin/sh, kills the group when its pipe to this process is closed. Linux's
+    PR_SET_PDEATHSIG is not used, because it needs Python code in the forked child, which is not
+    safe if this process has several threads.
     """
     try:
         guard = subprocess.Popen(

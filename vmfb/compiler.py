@@ -85,12 +85,12 @@ def compile_modules(
     """Compile MLIR `texts` into files in `folder`, and write `compile.log` there.
 
     One process per CPU core runs at a time, because iree-compile itself hardly runs in parallel.
-    Compiled files are cached by text, flags, compiler and target. A damaged file in the cache is
-    compiled again. Raise CompileError with the first errors and the path of the log, or if
-    `cancelled` is set.
+    Compiled files are cached by text, flags, compiler version and target. A damaged file in the
+    cache is compiled again.
 
     texts: MLIR text by the name of the output file. cache_dir: by default the folder `compile` in
-    castiron's cache. cancelled: another thread sets it to stop the compilation.
+    castiron's cache. cancelled: another thread sets it to stop the compilation. Raise CompileError
+    if a compilation fails, with the first errors and the path of the log, or if it is stopped.
     """
     cancelled = cancelled or threading.Event()
     flags = compile_flags(target, extra_flags)
@@ -178,7 +178,7 @@ def _run(command: list[str], directory: Path, cancelled: threading.Event) -> tup
             )  # fmt: skip
             while (status := process.poll()) is None:
                 if cancelled.wait(POLL_SECONDS):
-                    raise CompileError("the compilation was cancelled")
+                    raise CompileError("the compilation was cancelled; compile again")
         except BaseException:
             if process:
                 process.kill()
@@ -209,7 +209,7 @@ def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> 
         shown = shown or [line.strip() for line in output.splitlines() if line.strip()][:1]
         shown = shown or [f"exit status {status} and no error line"]
         reason = "failed: " + "\n  ".join(shown if len(shown) == 1 else ["", *shown])
-    return CompileError(f"iree-compile {reason}\nlog and module: {folder}")
+    return CompileError(f"iree-compile {reason}\nsee compile.log and module.mlir in {folder}")
 
 
 def _prune(store: Path) -> None:

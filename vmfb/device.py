@@ -30,10 +30,10 @@ _devices: dict[int | str, rt.HalDevice] = {}
 
 
 def lower_priority() -> None:
-    """Give a device's workers priority over the calling thread (Linux: SCHED_BATCH).
+    """Lower the calling thread's priority below that of a device's workers (Linux: SCHED_BATCH).
 
-    A caller that wakes up while workers run would otherwise take a worker's core until the
-    scheduler's next tick, for several milliseconds.
+    Otherwise, if the calling thread wakes up while workers run, it takes a worker's core for
+    several milliseconds, until the scheduler's next tick.
     """
     if not getattr(_this_thread, "is_lowered", False):
         _this_thread.is_lowered = True
@@ -77,10 +77,10 @@ atexit.register(_vm_instance.cache_clear)
 
 
 def vm_instance() -> rt.VmInstance:
-    """Return this process's only VmInstance; the first call creates it.
+    """Return the only VmInstance of this process; the first call creates it.
 
-    A second instance would register the runtime's types again, in variables that calls in other
-    threads read at the same time; such a call fails or crashes.
+    A process must not create a second one: that writes to global variables of the runtime, so a
+    call that is running in another thread may fail or crash.
     """
     with _lock:
         return _vm_instance()
@@ -93,7 +93,11 @@ def release_devices() -> None:
 
 
 def _forked() -> None:
-    """Forget the devices in a forked child: freeing them would wait forever for their threads."""
+    """Forget the devices in a forked child, without freeing them.
+
+    Freeing a device waits for its threads, which do not exist in the child, so it would never
+    return.
+    """
     global _lock
     _lock = threading.Lock()
     for inherited in _devices.values():

@@ -1,6 +1,7 @@
 """A bundle loaded on a GPU: states stay in device memory; tokens and logits are copied.
 
-Before it runs, the GPU must reproduce the bundle's known answer (`vmfb.known_answer`).
+Before a GPU runs a bundle, `check_device` compares its results for a few fixed inputs with the
+expected results in the bundle's manifest (`vmfb.known_answer`).
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class DeviceMemory:
 
 
 class DeviceArray:
-    """An array in device memory, with the operations of NumPy arrays that states need.
+    """An array in device memory, with the few operations of NumPy arrays that KV caches need.
 
     An index is a slice of dimension 0, or slices of dimensions 0 and 1. The slice of dimension 1
     must start at 0. The result shares the memory. `copy` and `numpy.asarray` download the data.
@@ -200,10 +201,10 @@ class DeviceCall(Call):
 
 
 def check_device(program: DeviceProgram) -> None:
-    """Raise DeviceError if the program's device does not compute the bundle's known answer.
+    """Raise DeviceError if the GPU's results differ from the expected results in the manifest.
 
-    The cache stores the devices and driver versions that pass. For these, later calls return at
-    once.
+    The cache records that a GPU with its driver version has passed for this bundle. Then the check
+    is not repeated.
     """
     info, manifest = program.info, program.manifest
     answer = manifest.known_answer
@@ -223,7 +224,10 @@ def check_device(program: DeviceProgram) -> None:
 
 
 def find_difference(program: DeviceProgram, answer: KnownAnswer) -> str | None:
-    """Describe how the device's results differ from the known answer; None if within tolerance."""
+    """Describe the first result of the GPU that is not as expected; None if all agree.
+
+    answer: the expected results, and the tolerance within which results agree.
+    """
     for codec, expected in answer.matmuls.items():
         if found := _difference(program.transfer.run(f"matmul_{codec}"), expected, answer.tolerance):
             return f"a matmul with {codec} weights {found}"

@@ -1,4 +1,4 @@
-"""The encode functions of an embedding model's bundle: tokens of a text to a vector."""
+"""Embedding models: convert the tokens of a text to a vector with a compiled model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castiron.vmfb.states import KINDS
 
 
 class Encoder:
-    """The encode functions of an embedding model. Only one thread may run them at a time."""
+    """A compiled embedding model, which converts texts to vectors; for one thread at a time."""
 
     def __init__(self, source: Bundle | Path | str | Program, threads: int | None = None):
         """Load an embedding model; raise SessionError for a model that generates text."""

@@ -1,4 +1,4 @@
-"""The known answer of a GPU bundle: results that a device must reproduce."""
+"""Results of a model for fixed inputs, which a GPU must reproduce before it runs the bundle."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Decode:
-    """The logits of decode steps.
+    """The expected logits of decode steps from position 0 on.
 
-    tokens: the appended tokens. ids: the tokens whose logits are stored. logits: for each step, the
-    logits of `ids`.
+    tokens: the token that each step appends. logits: for each step, the expected logits of only the
+    tokens `ids`.
     """
 
     tokens: tuple[int, ...]
@@ -23,10 +23,12 @@ class Decode:
 
 @dataclass(frozen=True)
 class KnownAnswer:
-    """The results that a device must compute.
+    """The results that a GPU must reproduce before it runs a bundle.
 
-    matmuls: results of the functions `matmul_CODEC` of device.vmfb, by codec. tolerance: the
-    largest allowed difference, as a fraction of the largest expected value.
+    matmuls: by weight codec (the format in which weights are stored), the expected result of the
+    function `matmul_CODEC`, a fixed matmul in the bundle's device.vmfb. decode: expected logits of
+    the model; None if they are not checked. tolerance: the largest allowed difference, as a
+    fraction of the largest expected value.
     """
 
     matmuls: dict[str, tuple[float, ...]] = field(default_factory=dict)

@@ -32,7 +32,10 @@ class BundleError(Exception):
 
 
 def module_name(function: Function) -> str:
-    """Return the name of the .vmfb file with `function`: there is one file for each width."""
+    """Return the name of the .vmfb file with all compiled functions of this function's width.
+
+    The width is the number of tokens or sequences of a call.
+    """
     return f"tokens_{function.width}.vmfb"
 
 
@@ -50,7 +53,7 @@ def is_bundle_file(name: str) -> bool:
 class Tokens:
     """The ids of special tokens: `bos` starts a text, and each id in `eos` ends a generation.
 
-    fim: fill-in-the-middle tokens that the checkpoint names, by llama.cpp's role: pre, suf, mid,
+    fim: ids of the checkpoint's fill-in-the-middle tokens, by llama.cpp's names: pre, suf, mid,
     pad, rep (repository) and sep (file).
     """
 
@@ -72,12 +75,13 @@ class Versions:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The difference between the logits of a bundle and the logits of a reference.
+    """How much a bundle's logits differ from those of a reference implementation.
 
-    It is measured only for numerics "fast", which rounds activations.
+    It is measured only for bundles that are compiled with numerics "fast", which rounds
+    activations.
 
     against: name of the reference. text: name of the text on which the logits were compared.
-    tokens: number of compared tokens. context: number of tokens in a chunk of the text. kld_...:
+    tokens: number of compared tokens. context: number of tokens of each chunk of the text. kld_...:
     mean, standard error of the mean, 99th percentile and maximum of the Kullback-Leibler
     divergence. same_top_p: fraction of positions with the same argmax. same_top_p_error: its
     standard error.
@@ -111,11 +115,11 @@ class EncoderConfig:
         single_call: whether one call must take the complete text (bidirectional attention).
         max_tokens: longer texts are cut to this number of tokens, with prompt and special tokens.
         dense: output features of each linear layer after the pooling.
-        prompts: texts to put before an input, by name.
+        prompts: texts to put before an input, by name; `default_prompt` is the name of the default.
         lower_case: whether texts are converted to lower case first.
         relevance: a reranker's function from an output to a score: sigmoid or identity.
-        types: whether the model has token types. If so, the vocabulary's size is added to the ids
-            of the second text of a pair.
+        types: whether the model has token types, as BERT has. If so, a token of the second text of
+            a pair is passed to the model as its id plus the vocabulary's size.
     """
 
     pooling: str
@@ -144,12 +148,13 @@ class Manifest:
 
     Attributes:
         config, generation, source, speed, accuracy: data for commands; running does not need them.
-        context: number of positions of a session, unless the bundle is opened with another number.
-        max_context: number of positions that the compiled functions support; a limit for `context`.
+        context: max number of tokens of a sequence, unless `Bundle.with_context` sets another one.
+        max_context: largest `context` that the compiled functions support.
         compile: how the bundle was compiled, and the FLOP and bytes of each kernel.
-        numerics: a key of `emitter.abi.NUMERICS`.
-        codecs: number of tensors by codec.
-        functions: each has a role, such as prefill, and a width: a number of tokens or sequences.
+        numerics: how activations are rounded; a key of `emitter.abi.NUMERICS`, such as "exact".
+        codecs: number of weight tensors in each codec (storage format of weights).
+        functions: the compiled functions; each has a role, such as "prefill", and a width, which is
+            the number of tokens or sequences of a call.
         files: size and hash of each file by name; BundleWriter sets it.
         hidden: length of the vectors that functions return; 0 if they return no vectors.
         known_answer: results that a GPU must reproduce before it runs the model; None for a CPU.
@@ -188,11 +193,17 @@ class Manifest:
         return next((state.storage for state in self.states if state.kind != "recurrent"), "f32")
 
     def widths(self, role: str) -> tuple[int, ...]:
-        """Return the widths of the functions with this role, ascending."""
+        """Return the widths of the functions with a role such as "prefill", in ascending order.
+
+        A width is the number of tokens or sequences of a call.
+        """
         return tuple(sorted(function.width for function in self.functions if function.role == role))
 
     def function(self, role: str, width: int = 1) -> Function:
-        """Return the function with this role and width; raise KeyError if it does not exist."""
+        """Return the function with a role, such as "prefill", and a width; KeyError if absent.
+
+        width: the number of tokens or sequences of a call.
+        """
         return {(f.role, f.width): f for f in self.functions}[role, width]
 
     @property
@@ -212,12 +223,13 @@ class Manifest:
 
 @dataclass(frozen=True)
 class KernelWork:
-    """The work of one kernel in a call of a function, which runs the kernel `calls` times.
+    """The work of one kernel in a call of a compiled function.
 
-    flops, bytes: FLOP and memory traffic of one run, each as (value at position 0, increase per
-    position, maximum). weights: bytes of weights that one run reads. paths: module paths of the
-    layers that the kernel computes, such as `model.layers.*.mlp`. tokens: number of tokens that a
-    matmul multiplies by its weights; None for other kernels.
+    calls: how often a call of the function runs the kernel. flops, bytes: FLOP and bytes of memory
+    traffic of one run, each as (value at position 0, increase per position, maximum). weights:
+    bytes of weights that one run reads. paths: the model's layers that the kernel computes, such as
+    `model.layers.*.mlp`. tokens: for a matmul, the number of tokens (rows) that one run multiplies
+    by the weights; None for other kernels.
     """
 
     calls: int
@@ -257,7 +269,7 @@ class Adapter(Input):
 
 @dataclass(frozen=True)
 class CustomModule:
-    """A user's module that replaces the compiled ones.
+    """A compiled module with which the user replaced all compiled modules of a bundle.
 
     module: path of the file that the user gave. sha256: its hash in hex. runtime: the version of
     the IREE runtime that checked it.
@@ -283,10 +295,15 @@ def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
         amounts = (work.calls, work.weights, *work.flops, *work.bytes)
         if len(work.flops) != 3 or len(work.bytes) != 3:
             lengths = f"{len(work.flops)} numbers in 'flops' and {len(work.bytes)} in 'bytes'"
-            raise RecordError(f"manifest field '{name}.work': {short(kernel)} has {lengths}; each list must have 3 numbers")
+            raise RecordError(
+                f"manifest field '{name}.work': kernel {short(kernel)} has {lengths}; "
+                "each must have 3: at position 0, increase per position, maximum"
+            )
         if wrong := [amount for amount in amounts if not 0 <= amount < 2**63]:
             number = "a negative number" if wrong[0] < 0 else "a number above 2**63 - 1"
-            raise RecordError(f"manifest field '{name}.work': {short(kernel)} has {number}; use numbers from 0 to 2**63 - 1")
+            raise RecordError(
+                f"manifest field '{name}.work': kernel {short(kernel)} has {number}; use numbers from 0 to 2**63 - 1"
+            )
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -312,7 +329,7 @@ def parse(data: bytes, path: str) -> Manifest:
         manifest = from_json(Manifest, value)
         check(manifest)
     except RecordError as error:
-        raise BundleError(f"{path}: {short(str(error), 200)}; compile the bundle again") from None
+        raise BundleError(f"invalid manifest {path}: {short(str(error), 200)}; compile the bundle again") from None
     return manifest
 
 
@@ -329,14 +346,18 @@ def check(manifest: Manifest) -> None:
     # Ids are i32, and each has an embedding of at least one byte; a weights file has at least a page.
     limit = min(max(manifest.files[WEIGHTS].size, 4096) if WEIGHTS in manifest.files else 2**31, 2**31 - 1)
     if manifest.vocab > limit:
-        raise RecordError(f"manifest field 'vocab' is {manifest.vocab}, but the weights file has space for {limit} rows only")
+        raise RecordError(
+            f"manifest field 'vocab' is {manifest.vocab}, but weights.irpa is too small for more than {limit} tokens"
+        )
     _check_states(manifest)
     _check_facts("source", manifest.source)
     _check_facts("compile", manifest.compile)
     _check_functions(manifest)
     for name, file in manifest.files.items():
         if name not in FILES and name not in map(module_name, manifest.functions):
-            raise RecordError(f"manifest field 'files' lists {short(name)}, but such a bundle has no file of this name")
+            raise RecordError(
+                f"manifest field 'files' lists {short(name)}, which is neither a standard file nor the module of a function"
+            )
         if file.size < 0:
             raise RecordError(f"manifest field 'files.{name}.size' is {file.size}; it must be at least 0")
         if not re.fullmatch("[0-9a-f]{64}", file.sha256):
@@ -363,22 +384,27 @@ def _check_functions(manifest: Manifest) -> None:
         )
     kind, roles = ("an embedding", {"encode"}) if manifest.encoder else ("a generating", set(ROLES) - {"encode"})
     if alien := [role for role, found in widths.items() if found and role not in roles]:
-        raise RecordError(f"manifest field 'functions' has the role {alien[0]}, which {kind} model does not have")
+        allowed = ", ".join(sorted(roles))
+        raise RecordError(f"manifest field 'functions' has the role {alien[0]}; {kind} model can have only {allowed}")
     if manifest.encoder and not widths["encode"]:
-        raise RecordError("manifest field 'functions' lacks the role encode, which an embedding model needs")
+        raise RecordError("manifest field 'functions' has no function with the role encode; an embedding model needs one")
     if not manifest.encoder and widths["decode"] != [1]:
         found = widths["decode"]
-        raise RecordError(f"manifest field 'functions' has decode widths {found}; a generating model must have only width 1")
+        raise RecordError(f"manifest field 'functions' has decode functions of widths {found}; it must have one, of width 1")
     if wrong := [role for role, found in widths.items() if len(set(found)) != len(found) or min(found, default=2) < 1]:
         found = widths[wrong[0]]
-        raise RecordError(f"manifest field 'functions' has {wrong[0]} widths {found}; use distinct widths of at least 1")
+        raise RecordError(
+            f"manifest field 'functions' has {wrong[0]} functions of widths {found}; use distinct widths of at least 1"
+        )
     if manifest.functions != functions(widths):
         raise RecordError(f"manifest field 'functions' is not grouped by role in the order {', '.join(ROLES)}")
 
 
 def _check_encoder(manifest: Manifest, encoder: EncoderConfig) -> None:
     if encoder.default_prompt is not None and encoder.default_prompt not in encoder.prompts:
-        raise RecordError(f"manifest field 'encoder.default_prompt' is {encoder.default_prompt!r}, not one of the prompts")
+        raise RecordError(
+            f"manifest field 'encoder.default_prompt' is {encoder.default_prompt!r}; use a key of encoder.prompts"
+        )
     limit = max(manifest.widths("encode")) if encoder.single_call else manifest.context
     if not 1 <= encoder.max_tokens <= limit:
         raise RecordError(f"manifest field 'encoder.max_tokens' is {encoder.max_tokens}; the functions support 1 to {limit}")
@@ -391,10 +417,12 @@ def _check_states(manifest: Manifest) -> None:
         raise RecordError(f"manifest field 'states' has two states named {short(duplicate)}")
     widest = max([1, *(f.width for f in manifest.functions if f.role != "batch")])
     for state in manifest.states:
-        where = f"manifest field 'states.{state.name}'"
+        state_field = f"manifest field 'states.{state.name}'"
         if problem := state.problem():
-            raise RecordError(f"{where}: {problem}")
+            raise RecordError(f"manifest field 'states.{state.name}': {problem}")
         if state.kind == "positional" and state.shape[1] != manifest.max_context:
-            raise RecordError(f"{where} has {state.shape[1]} positions; it must have {manifest.max_context} (max_context)")
+            raise RecordError(
+                f"{state_field} has {state.shape[1]} positions; it must have {manifest.max_context} (max_context)"
+            )
         if state.kind == "window" and state.shape[1] < (needed := ring_rows(state.window, widest)):
-            raise RecordError(f"{where} has {state.shape[1]} rows; its window and functions need {needed}")
+            raise RecordError(f"{state_field} has {state.shape[1]} rows; its window and the widest function need {needed}")

@@ -23,11 +23,11 @@ WARM_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A dispatch that a call of a function runs.
+    """The time of one dispatch (a unit of work that IREE runs) in a call of a function.
 
-    name: `{kernel}_fn`, or `{function}_dispatch_{n}_…` if IREE generated the dispatch. calls: how
-    often one call of the function runs it. seconds: the total time of these runs. workgroups: the
-    number of workgroups of each run.
+    name: `{kernel}_fn` for a kernel of castiron; `{function}_dispatch_{n}_…` if IREE generated the
+    code. calls: how often one call of the function runs the dispatch. seconds: the total time of
+    these runs. workgroups: the number of workgroups of each run.
     """
 
     name: str
@@ -122,5 +122,6 @@ def _tool(name: str, *arguments: str) -> str:
     ended = subprocess.run([path, *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if ended.returncode:
         lines = (ended.stderr or ended.stdout).strip().splitlines()
-        raise BundleError(f"{name} failed: {lines[0] if lines else f'exit status {ended.returncode}'}")
+        failure = lines[0] if lines else f"exit status {ended.returncode}"
+        raise BundleError(f"cannot profile the bundle: {name} failed ({failure}); reinstall iree-base-runtime")
     return ended.stdout

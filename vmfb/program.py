@@ -54,7 +54,10 @@ RUNTIME_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, NotImplemented
 
 
 class SessionError(Exception):
-    """Raised for an invalid call, which a session rejects before any work, or a runtime error."""
+    """Raised if a call of a session has invalid arguments, or if the IREE runtime fails in it.
+
+    Invalid arguments are rejected before any work, so the session can still be used.
+    """
 
 
 class NanLogitsError(SessionError):
@@ -100,7 +103,10 @@ class Loaded:
         return device(threads)
 
     def _parameters(self, weights: Any) -> Callable[[], rt.VmModule]:
-        """Return a function that creates an IREE module with the weights for one VmContext."""
+        """Return a function that creates an IREE module, from which compiled modules read weights.
+
+        Each VmContext needs such a module of its own. weights: the bytes of a weights file.
+        """
         parameters = rt.ParameterIndex()
         parameters.load_from_file_handle(rt.FileHandle.wrap_memory(_immortal_view(weights)), "irpa")
         return lambda: rt.create_io_parameters_module(vm_instance(), parameters.create_provider(scope=SCOPE))
@@ -126,11 +132,11 @@ class Loaded:
 
 
 def _immortal_view(memory: Any) -> ctypes.Array:
-    """Return an object over the same bytes that is never freed and does not keep `memory` alive.
+    """Return an array object over the bytes of `memory`; Python never frees this object.
 
-    The runtime drops its references to such an object without the GIL, on any worker thread: the
-    last worker of a call frees the call's buffers after the call has returned. For an object that
-    Python frees or uses at the same time, this corrupts Python's memory.
+    The runtime drops its references to the array without the GIL, in worker threads, even after a
+    call has returned. If Python could free the array, this would corrupt Python's memory. The array
+    does not keep `memory` alive.
     """
     data = np.frombuffer(memory, np.uint8)
     view = (ctypes.c_char * data.size).from_address(data.ctypes.data)
@@ -181,7 +187,7 @@ def check_functions(path: Path, module: rt.VmModule, manifest: Manifest, functio
     exported = set(module.function_names)
     for function in functions:
         if function.name not in exported:
-            raise BundleError(f"missing function in {path}: {function.name}; {remedy}")
+            raise BundleError(f"{path} has no function {function.name}, which the manifest lists; {remedy}")
         # As `sync func @f(%input0: tensor<8xi32>, ...) -> (%output0: ...)`.
         declaration = module.lookup_function(function.name).reflection.get("iree.abi.declaration", "")
         signature = manifest.signature(function)
@@ -189,7 +195,7 @@ def check_functions(path: Path, module: rt.VmModule, manifest: Manifest, functio
             wanted, found = list(map(str, tensors)), re.findall(rf"%{side}\d+: tensor<([^>]*)>", declaration)
             if found != wanted:
                 raise BundleError(
-                    f"{path}: {function.name} has {side}s ({short(', '.join(found))}), but the bundle's manifest lists "
+                    f"{path}: function {function.name} has {side}s ({short(', '.join(found))}), but the manifest lists "
                     f"({short(', '.join(wanted))}); {remedy}"
                 )
 
@@ -347,8 +353,8 @@ _others: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictio
 def release_at_exit(owner: Any, *attributes: str) -> None:
     """Set `attributes` of `owner` to None, in this order, when the process exits.
 
-    This frees objects of the runtime. Attributes with results of calls must come before the
-    attribute with the device.
+    This frees objects of the runtime. Give attributes with results of calls before the attribute
+    with the device: the runtime crashes if the device is freed first.
     """
     _others[owner] = attributes
 

@@ -57,7 +57,7 @@ def from_json(kind: Any, value: Json, path: str = "") -> Any:
         try:
             return float(value)
         except OverflowError:
-            raise RecordError(f"{path} is too large for a 64-bit float") from None
+            raise RecordError(f"{path} is too large for a 64-bit float; use a number below 1.8e308") from None
     return _expect(kind, value, path)
 
 
@@ -65,19 +65,19 @@ def _dataclass(kind: Any, value: Json, path: str) -> Any:
     pairs, hints, where = _expect(dict, value, path), typing.get_type_hints(kind), f"{path}." if path else ""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     if unknown := sorted(set(pairs) - set(fields)):
-        raise RecordError(f"{where}{short(unknown[0])} is an unknown field")
+        raise RecordError(f"unknown field: {where}{short(unknown[0])}")
     found = {}
     for name, field in fields.items():
         if name in pairs:
             found[name] = from_json(hints[name], pairs[name], f"{where}{name}")
         elif field.default is field.default_factory is dataclasses.MISSING:
-            raise RecordError(f"{where}{name} is missing")
+            raise RecordError(f"missing field: {where}{name}")
     return kind(**found)
 
 
 def _expect(kind: type, value: Json, path: str) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise RecordError(f"{path or 'the value'} is {short(repr(value))}, not {_JSON_NAMES[kind]}")
+        raise RecordError(f"{path or 'the value'} is {short(repr(value))}; it must be {_JSON_NAMES[kind]}")
     return value
 
 

@@ -20,17 +20,18 @@ MAX_SNAPSHOTS, MAX_SNAPSHOT_BYTES = 4, 2**28
 
 
 class Session:
-    """The states of one sequence; forks of a session share its program.
+    """The states of one sequence, such as its KV cache; forks of a session share its program.
 
     Sessions of a program run one at a time: a call raises SessionError while another thread runs a
     session of the same program. If the program has several threads, a call in a forked child
-    process raises SessionError too. States use memory only as far as they are filled.
+    process raises SessionError too. The states use memory only for positions that have been
+    written.
 
     Attributes:
         position: the number of tokens in the states, which is the position of the next token.
-        chunked_tokens: number of tokens, from position 0 on, that the widest prefill function
-            appended in calls without padding. Equal tokens that are appended in this way give
-            states with the same bits.
+        chunked_tokens: number of tokens, from position 0 on, that were appended in full chunks of
+            the widest prefill function. Two sessions that appended the same tokens in such chunks
+            have bit-identical states.
     """
 
     def __init__(
@@ -131,11 +132,11 @@ class Session:
 
     @exclusive
     def verify_fewer(self, tokens: Sequence[int], width: int) -> bool:
-        """Append `tokens`, padded to `width`, with one verify call; then remove the padding.
+        """Append fewer `tokens` than a verify function takes: pad them, then remove the padding.
 
-        width: the width of a verify function, larger than the number of `tokens`. Return False,
-        without any work, if the padding would end past the context, or if the states could not
-        remove it.
+        width: number of tokens that the verify function takes. `verified_logits` then returns the
+        logits of `tokens`. Return False, and do nothing, if the padding would end past the context
+        or if the states could not remove it, otherwise True.
         """
         ids, call_end = self._checked(tokens), self.position + width
         end = self.position + int(ids.size)
@@ -191,7 +192,11 @@ class Session:
         return self._last
 
     def reachable(self, position: int) -> int:
-        """Return the largest position, not above `position`, that `rewind` can return to."""
+        """Return the largest position, not above `position`, that `rewind` can return to.
+
+        That is `position`, unless the model has states that tokens overwrite, such as recurrent
+        ones.
+        """
         if not 0 <= position <= self.position:
             raise SessionError(f"cannot rewind a session at position {self.position} to {position}; give 0 to {self.position}")
         if all(state.can_return(self.position, position) for state in self._states):
@@ -203,7 +208,7 @@ class Session:
         """Remove every token from `position` on; raise SessionError if it is not `reachable`."""
         found = self.reachable(position)
         if found != position:
-            raise SessionError(f"cannot rewind to position {position}: its state is overwritten; rewind to {found}")
+            raise SessionError(f"cannot rewind to position {position}: its state is overwritten; rewind to {found} instead")
         if position == self.position:
             return
         if all(state.can_return(self.position, position) for state in self._states):
@@ -228,20 +233,27 @@ class Session:
     @exclusive
     def restore(self, snapshot: Snapshot) -> None:
         """Return to a snapshot's position; raise SessionError if the snapshot is stale."""
-        cannot = f"cannot restore the snapshot of position {snapshot.position}"
         if snapshot not in self._snapshots:
-            raise SessionError(f"{cannot}: it is from another session; restore a snapshot from this session")
+            raise SessionError(
+                f"cannot restore the snapshot of position {snapshot.position}: it is from another session; "
+                "restore a snapshot from this session"
+            )
         if snapshot.stale:
-            raise SessionError(f"{cannot}: the session was rewound to before that position; prefill the tokens again")
+            raise SessionError(
+                f"cannot restore the snapshot of position {snapshot.position}: "
+                "the session was rewound to before that position; prefill the tokens again"
+            )
         for state, saved in zip(self._states, snapshot.saved, strict=True):
             state.restore(self.position, snapshot.position, saved)
         self._move_to(snapshot.position)
 
     @exclusive
     def keep(self) -> None:
-        """Store a snapshot of the current position if a later `rewind` to it may need one.
+        """Store a snapshot of the current position, so that `rewind` can return to it later.
 
-        If more than `MAX_SNAPSHOTS` or `MAX_SNAPSHOT_BYTES` are stored, the oldest are dropped.
+        Nothing is stored if all states can always return to this position without a snapshot. At
+        most `MAX_SNAPSHOTS` are stored, with at most `MAX_SNAPSHOT_BYTES` in total; the oldest are
+        dropped.
         """
         everywhere = all(state.can_return(self.context, self.position) for state in self._states)
         if not everywhere and all(snapshot.position != self.position for snapshot in self._retained):
@@ -259,7 +271,8 @@ class Session:
             raise SessionError("cannot copy states between sessions of different programs; open both sessions from one program")
         if (found := other.reachable(position)) != position:
             raise SessionError(
-                f"cannot copy position {position} of a session at {other.position}: its state is overwritten; copy {found}"
+                f"cannot copy position {position} of a session at {other.position}: "
+                f"its state is overwritten; copy position {found}"
             )
         direct = all(state.can_return(other.position, position) for state in other._states)
         saved = (None,) * len(self._states) if direct else other._retained_at(position).saved
@@ -270,31 +283,38 @@ class Session:
         self.chunked_tokens = self._chunked_before(position, other.chunked_tokens)
 
     def rows(self, position: int) -> list[np.ndarray]:
-        """Return, for each state, a view of its data for the first `position` tokens."""
+        """Return the data of each state that is needed to continue at `position`, see `take`.
+
+        The result is one array for each state, in the manifest's order; the arrays share the
+        states' memory.
+        """
         return [state.rows(position) for state in self._states]
 
     def begins(self, tokens: int, position: int) -> bool:
-        """Return whether another session can start at `position` with the data of `rows(tokens)`.
+        """Return whether another session can load `rows(tokens)` and continue at `position`.
 
-        tokens: this session's number of tokens when `rows` is called; at least `position`.
+        This is false if tokens after `position` have overwritten data that is needed there, for
+        example in a recurrent state. tokens: this session's number of tokens when `rows` is called;
+        at least `position`.
         """
         return all(state.begins(tokens, position) for state in self._states)
 
     @property
     def settled(self) -> bool:
-        """Return whether the states have no rows of removed tokens.
+        """Return whether the states contain no data of tokens that a rewind removed.
 
-        After a rewind, a ring buffer has such rows until new tokens overwrite the rows.
+        After a rewind, the ring buffer of a sliding attention window contains such data until new
+        tokens overwrite it.
         """
         return all(state.settled(self.position) for state in self._states)
 
     @exclusive
     def take(self, rows: Sequence[np.ndarray], position: int, chunked_tokens: int = 0) -> None:
-        """Set the states to `rows`, and the position to `position`.
+        """Load `rows` of another session of this bundle, to continue its sequence at `position`.
 
-        rows: the result of `rows(p)` in a session of this bundle. p is `position`, or a later
-        position for which `begins(p, position)` is true. chunked_tokens: the attribute of that
-        session.
+        rows: the result of that session's `rows(tokens)`. `tokens` is equal to `position`, or
+        larger if that session's `begins(tokens, position)` is true. chunked_tokens: that session's
+        attribute.
         """
         self._move_to(0)
         for state, array in zip(self._states, rows, strict=True):
@@ -351,7 +371,7 @@ class Session:
 
 
 class Row:
-    """One row of the logits that `call` returned; it is valid until the next `call.invoke()`."""
+    """A reference to one row of the logits of `call`, valid until `call` is invoked again."""
 
     def __init__(self, call: Call, row: int):
         self.call, self.row = call, row
@@ -363,9 +383,9 @@ class Row:
 def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Session | None = None) -> None:
     """Move `session` back to `position`, or copy the states of `source` at `position`.
 
-    fed: the tokens before `position`. Recurrent states can return only to some positions. If
-    `position` is not one of these, the session returns to the nearest earlier one and reads the
-    last tokens of `fed` again.
+    Recurrent states can return only to some positions. If `position` is not one of these, the
+    session returns to the nearest earlier one, and appends the tokens from there to `position`
+    again. fed: the tokens before `position`.
     """
     source = source or session
     found = source.reachable(position)

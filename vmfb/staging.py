@@ -60,9 +60,9 @@ def staging_folder(path: Path) -> Iterator[Path]:
 def replace_folder(new: Path, path: Path) -> None:
     """Rename the folder `new`, which `staging_folder` yielded, to `path`.
 
-    A previous folder at `path` is first moved beside `new`, and is removed when the block of
-    `staging_folder` ends. Between the two renames, `path` does not exist, so readers lock
-    `path.parent`. If the process is killed between the two, `remove_abandoned` undoes the first.
+    An old folder at `path` is moved into the staging folder first, and removed with it. Between
+    these two renames, `path` does not exist, so readers lock `path.parent`. If the process is
+    killed there, `remove_abandoned` moves the old folder back.
     """
     previous = new.parent / _PREVIOUS / path.name
     previous.parent.mkdir()
@@ -82,7 +82,10 @@ def locked(folder: Path) -> contextlib.AbstractContextManager:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove files of killed processes, and restore a folder that one of them was replacing."""
+    """Remove temporary files that killed processes left in `folder`.
+
+    If a killed process was replacing a folder, the old folder is moved back to its path.
+    """
     with locked(folder):
         _remove_abandoned(folder)
 

@@ -1,8 +1,9 @@
-"""State files: the rows of a session's states after some tokens.
+"""State files: some tokens, and the session states (such as KV caches) after these tokens.
 
-A file has a line with the format, a line with the sha256 of everything after it, and a line of JSON
-({"bundle", "tokens": number of tokens}); then the tokens, i32, and the rows of each state in the
-manifest's order, each padded to `ALIGNMENT` bytes. Numbers are little-endian.
+A file starts with three lines: the format, the sha256 of everything after this line, and JSON with
+"bundle" (see `identity`) and "tokens", the number of tokens. The tokens follow as i32, then the
+data of each state in the manifest's order (see `Session.rows`). Each of these arrays is padded to a
+multiple of `ALIGNMENT` bytes. Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class StateFile:
 
 
 def identity(manifest: Manifest) -> str:
-    """Return the name of a bundle in state files: 32 hex digits, a hash of modules and weights."""
+    """Return the hash that identifies a bundle in state files, as 32 hex digits.
+
+    It is computed from the bundle's compiled modules and weights.
+    """
     hashes = [manifest.files[name].sha256 for name in (*manifest.modules, WEIGHTS)]
     return hashlib.sha256("".join(hashes).encode()).hexdigest()[:32]
 
@@ -93,14 +97,14 @@ def read_head(path: Path) -> StateFile:
 
 
 def read_rows(state: StateFile, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the rows of each state, mapped from a file; raise StateError if its sha256 is wrong.
+    """Return the data of each state, memory-mapped; StateError if the file is damaged.
 
-    like: arrays with the shapes and types of the rows.
+    like: arrays with the shapes and types of the result.
     """
     data = Part.of(state.path).map()
     digest = bytes(data[len(FORMAT) : len(FORMAT) + _DIGEST])
     if len(data) != file_bytes(state.tokens, like) or hashlib.sha256(data[_HASHED:]).hexdigest().encode() != digest:
-        raise StateError(f"damaged state file: {state.path}; delete it")
+        raise StateError(f"damaged state file (wrong size or sha256): {state.path}; delete it")
     return [
         np.frombuffer(data, array.dtype, array.size, file_bytes(state.tokens, like[:n])).reshape(array.shape)
         for n, array in enumerate(like)

@@ -1,13 +1,13 @@
 """How each kind of state (`emitter.abi.KINDS`) is rewound, copied and saved.
 
-- positional `[layers, context, ...]`: row p belongs to position p. A sequence never reads rows past
-  its position. So it can go back at no cost, and the state of any earlier position can be copied.
-- window `[layers, n, ...]`: a ring buffer of n rows; position p is in row p mod n. `window` is the
-  size of the attention window: a token attends to itself and to the last `window - 1` positions.
-  After the ring has wrapped, a sequence can go back by at most `n - window + 1` tokens without a
-  snapshot.
-- recurrent `[layers, ...]`: every token overwrites the state; without a snapshot, a sequence can
-  go back to position 0 only.
+- positional `[layers, context, ...]`, such as a KV cache: row p belongs to position p. A sequence
+  can go back to any earlier position at no cost, because it never reads rows past its own position.
+- window `[layers, n, ...]`, such as the KV cache of sliding-window attention: a ring buffer of n
+  rows, where position p is in row p mod n. A token attends to itself and to the last `window - 1`
+  positions. When a sequence has more than n tokens, it can go back by at most `n - window + 1`
+  tokens without a snapshot.
+- recurrent `[layers, ...]`: every token overwrites the state. Without a snapshot, a sequence can go
+  back to position 0 only.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Saved: TypeAlias = tuple[np.ndarray, int]
 
 
 class Positional:
-    """A state with one row for each position of a sequence.
+    """A state with one row for each position of a sequence, such as a KV cache.
 
     In all methods, `now` is the position of the sequence, that is, its number of tokens. furthest:
-    for ring buffers, the largest position that the sequence had before a rewind, or 0 if there was
-    no rewind; for other states always 0.
+    the largest position that the sequence had before a rewind. Ring buffers need it, because later
+    positions overwrite rows of earlier ones. It is 0 without a rewind, and for all other states.
     """
 
     furthest = 0
@@ -44,7 +44,8 @@ class Positional:
     def load(self, rows: np.ndarray, position: int, furthest: int) -> None:
         """Set the state to `rows`, the data of another sequence that is at `position`.
 
-        furthest: the attribute `furthest` of that sequence's state.
+        furthest: the largest position that the other sequence had before it was rewound to
+        `position`; only ring buffers use it.
         """
         self.array[:, :position] = rows[:, :position]
 
@@ -79,23 +80,26 @@ class Positional:
         return self.array[:, :position]
 
     def settled(self, position: int) -> bool:
-        """Return whether a sequence at `position` has no rows of removed tokens in this state.
+        """Return whether this state contains no rows of tokens that a rewind removed.
 
-        After a rewind, a ring buffer has such rows until new tokens overwrite the rows.
+        position: the sequence's number of tokens. After a rewind, a ring buffer contains such rows
+        until new tokens overwrite them.
         """
         return True
 
     def begins(self, written: int, position: int) -> bool:
-        """Return whether another sequence can start at `position` with the data of `rows(written)`.
+        """Return whether another sequence can load `rows(written)` and continue at `position`.
 
-        written: this sequence's position when `rows` is called; at least `position`.
+        This is false if tokens after `position` have overwritten data that is needed there.
+        written: this sequence's number of tokens when `rows` is called; at least `position`.
         """
         return True
 
     def take(self, rows: np.ndarray, position: int) -> None:
-        """Set the state to `rows`, to continue a sequence at `position`.
+        """Load `rows` of another sequence, to continue that sequence at `position`.
 
-        rows: the result of `rows(written)`, for which `begins(written, position)` must be true.
+        rows: the result of that sequence's `rows(written)`, if its `begins(written, position)` is
+        true.
         """
         self.load(rows, position, position)
 

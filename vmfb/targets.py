@@ -61,7 +61,10 @@ class Target:
 
 
 def isa_of(arch: str, features: Collection[str]) -> str:
-    """Return the widest instruction set of castiron's kernels that a CPU has; "" for none."""
+    """Return the best instruction set for castiron's kernels that a CPU supports, such as "avx512".
+
+    features: LLVM's names of the CPU's features. The result is "" if the CPU supports none.
+    """
     if arch == "x86_64":
         needs = {
             "amx": {*_V4, "avx512vnni", "avx512bf16", TILES, "amx-bf16"},
@@ -167,10 +170,11 @@ def _gpu(name: str) -> Target:
 
 
 def missing_features(target: Target) -> tuple[str, ...]:
-    """Return LLVM's names of the features that `target` needs and this CPU lacks.
+    """Return LLVM's names of the CPU features that `target` needs and this machine lacks.
 
-    If this machine has another architecture, return the name of the target's architecture. For a
-    GPU target, always return the name of its driver: this function does not look for GPUs.
+    If the machine's architecture is not the target's, return only the target's architecture, such
+    as "aarch64". For a GPU target, return only its driver, such as "vulkan", without looking for a
+    GPU.
     """
     if target.driver or target.arch != host_arch():
         return (target.driver or target.arch,)

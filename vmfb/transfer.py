@@ -1,7 +1,7 @@
-"""Copies between host and device memory, by functions that are compiled into each GPU bundle.
+"""Copy parts of buffers between host and device memory.
 
-Python's interface of the IREE runtime can copy complete buffers only. The functions of `TEXT` copy
-parts of buffers with operations of IREE's HAL; they have no device code.
+The Python API of the IREE runtime copies only complete buffers. So each GPU bundle contains the
+compiled functions of `TEXT`, which copy parts of buffers with operations of IREE's HAL.
 """
 
 from __future__ import annotations
@@ -197,7 +197,11 @@ class Transfer:
         return found
 
     def best(self, argmax: rt.HalBufferView, logits: rt.HalBufferView, rows: int, vocab: int) -> list[int]:
-        """Return the argmax of each row of logits; -1 if the logit at the argmax is NaN."""
+        """Return the argmax of each row of logits, or -1 if the logit at the argmax is NaN.
+
+        argmax: the index of the largest logit of each row, i32 `[rows]`, in device memory. logits:
+        f32 `[rows, vocab]`, in device memory.
+        """
         self._call("best", argmax, logits, self._staging.view, rows, vocab)
         words = self._staging.array[: 8 * rows]
         unfit = np.isnan(words[4 * rows :].view(np.float32))

@@ -20,10 +20,10 @@ _KEY, _SPAN = struct.Struct("<II"), struct.Struct("<QQQ")
 
 
 class Upload:
-    """Uploads the parameters of compiled modules to device memory.
+    """Uploads the weights of a bundle to device memory, once for all its compiled modules.
 
-    It replaces the parameter module of the runtime, which would upload the weights once per
-    compiled module and cannot report progress.
+    The runtime's own parameter module would upload the weights once per compiled module, and cannot
+    report progress.
     """
 
     def __init__(
@@ -56,7 +56,12 @@ class Upload:
     def _load(
         self, device, affinity, wait, signal, scope, target_affinity, memory_type, usage, key_table, keys, spans
     ) -> rt.VmRef:  # fmt: skip
-        """Return a list with the device buffer of each parameter; the runtime calls this method."""
+        """Upload the parameters of a compiled module; return a list of their device buffers.
+
+        The runtime calls this method when it loads the module. key_table, keys: names of the
+        parameters. spans: offset and size in bytes of each. memory_type, usage: how to allocate the
+        buffers.
+        """
         try:
             table, text, extents = (bytes(memoryview(ref.deref(rt.VmBuffer))) for ref in (key_table, keys, spans))
             found = rt.VmVariantList(len(table) // _KEY.size)
@@ -74,7 +79,8 @@ class Upload:
             data = self._tensors[name][start : start + size]
             if len(data) != size:
                 raise ValueError(
-                    f"parameter {name} has {len(self._tensors[name])} bytes, but the model reads up to byte {start + size}"
+                    f"parameter {name} has {len(self._tensors[name])} bytes, but the model reads {start + size}; "
+                    "compile the bundle again"
                 )
             with allocating(size, self._info):
                 self._buffers[key] = self._device.allocator.allocate_buffer_copy(

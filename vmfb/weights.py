@@ -43,17 +43,17 @@ def write_irpa(
     """Write `entries` (name, data, (shape, dtype)) in order; return the file's sha256 in hex.
 
     data: an array, or a function that returns the array. The function is called while earlier
-    arrays are written: at most PENDING_BYTES, or one larger array. The array must have the given
-    shape and item size; its dtype may differ, such as uint16 for bf16, because the file stores no
-    dtypes. progress: called after every tensor with (bytes of the tensors so far, bytes of all
-    tensors). Raise WeightsError, and leave no file, for a duplicate name or an array of another
-    shape.
+    arrays are still being written; these have at most `PENDING_BYTES`, or are one larger array. An
+    array must have the given shape and item size. Its dtype may differ, such as uint16 for bf16,
+    because the file stores no dtypes. progress: called after every tensor with (bytes of the
+    tensors so far, bytes of all tensors). Raise WeightsError, and leave no file, for a duplicate
+    name or an array of another shape.
     """
     plan = [(name, data, tuple(shape), np.dtype(dtype)) for name, data, (shape, dtype) in entries]
     sizes = [prod(shape) * dtype.itemsize for _, _, shape, dtype in plan]
     names = [name.encode() for name, *_ in plan]
     if duplicates := [name for name, count in Counter(names).items() if count > 1]:
-        raise WeightsError(f"duplicate parameter: {duplicates[0].decode()!r}")
+        raise WeightsError(f"duplicate parameter: {duplicates[0].decode()!r}; give each tensor a name of its own")
     head, offsets, start = _head(names, sizes)
 
     digest, total = hashlib.sha256(), sum(sizes)
@@ -111,7 +111,7 @@ def read_irpa(data: memoryview) -> dict[str, memoryview]:
             return {name.decode(): data[start + at : start + at + size] for name, at, size in zip(names, offsets, sizes)}
     except (struct.error, OverflowError, MemoryError, UnicodeDecodeError):
         pass
-    raise WeightsError("the table of tensors is damaged")
+    raise WeightsError("the weights file has a damaged table of tensors")
 
 
 def _head(names: list[bytes], sizes: list[int]) -> tuple[bytes, list[int], int]:

@@ -69,13 +69,14 @@ class Tokenizer:
     """The tokenizer and the chat template of a bundle.
 
     Args:
-        backend: a tokenizer of the tokenizers library.
+        backend: a `tokenizers.Tokenizer` of HF's library.
         template_args: default values of the template's variables; PipelineError for unknown ones.
         vocab: number of tokens of the model; by default the number of tokens of `backend`.
-        tool_format: format in which the template writes tool calls; None for `HERMES`; then
-            messages describe the tools and calls to the model as text.
-        parse_special: whether special tokens in messages become tokens instead of text.
-        fim: ids of fill-in-the-middle tokens; keys are llama.cpp's names of roles, such as "pre". A
+        tool_format: format in which the model writes tool calls. If it is None, messages describe
+            the tools as text and ask the model for calls in the format `HERMES`.
+        parse_special: whether the text of a special token in a message, such as <|im_end|>, becomes
+            this token; by default, it is encoded as plain text.
+        fim: ids of fill-in-the-middle tokens by llama.cpp's name of their role, such as "pre". A
             token whose role is missing is found by its text.
     """
 
@@ -106,9 +107,9 @@ class Tokenizer:
         return encode_text(self.backend, check_utf8(text), add_special_tokens=add_special_tokens).ids
 
     def offsets(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the index in the text of each token's first character.
+        """Return the index in a prompt's text of the first character of each of its tokens.
 
-        If `prompt` is a list of token ids, the text is the decoded prompt.
+        If `prompt` is a list of token ids, its text is the decoded ids.
         """
         found, end = [], 0
         if not isinstance(prompt, str):
@@ -142,12 +143,17 @@ class Tokenizer:
         text, found, _ = rendered.partition(CUT)
         if not found:
             raise PipelineError(
-                "this model's chat template leaves out the last message; the model cannot continue it; ask for a new answer"
+                "cannot continue the last message: this model's chat template leaves it out; ask for a new answer"
             )
         return self._encode_rendered(text, mark)
 
     def _render_broken(self, messages: Sequence[Mapping], variables: Mapping) -> tuple[str, str]:
-        """Return (conversation rendered with breaks in special tokens, break character)."""
+        """Render a conversation so that a special token's text in a message can stay plain text.
+
+        Return (rendered text, break character). The break character is in no message; the rendered
+        text has it inside each special token's text that comes from a message. It is "" if there is
+        no such text.
+        """
         given, mark = {"messages": list(messages), **self.template_args, **variables}, ""
         if self.chat_template is not None and not self.parse_special:
             given, mark = self.special_tokens.broken(given)
@@ -179,7 +185,10 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:
-        """The special tokens that are encoded as plain text if a message contains their text."""
+        """The special tokens, whose texts in messages are encoded as plain text.
+
+        So a message that contains the text <|im_end|> does not end a turn.
+        """
         answers = {mark for pair in self.marks for mark in pair}
         # An assistant's message may contain the marks of tool calls, except Harmony's, which start turns.
         if self.tool_format.style != "harmony":
@@ -187,17 +196,27 @@ class Tokenizer:
         return SpecialTokens(self.backend, self.chat_template or "", answers)
 
     def end_of(self, prompt: Iterable[int]) -> str:
-        """Return the text of the last PROMPT_END tokens of a prompt, special tokens included."""
+        """Return the text of a prompt's last few tokens (`PROMPT_END`), special tokens included.
+
+        It shows whether the prompt ends in a mark such as <think>, which starts reasoning.
+        """
         with tokenizer_errors():
             return self.backend.decode([*prompt][-PROMPT_END:], skip_special_tokens=False)
 
     @property
     def answer_marks(self) -> Marks:
-        """The (start, end) marks of text that an answer's grammar ignores, such as reasoning."""
+        """The (start mark, end mark) of texts that may come before an answer, such as reasoning.
+
+        A grammar for the answer does not restrict the text between these marks.
+        """
         return (("", "<|channel|>final<|message|>"),) if self.tool_format.style == "harmony" else self.marks
 
     def grammar(self, **given: Any) -> Grammar:
-        """Return a compiled JSON schema, regular expression or grammar; see `Grammars.compile`."""
+        """Compile a JSON schema, regular expression or grammar that restricts the generated text.
+
+        given: the arguments of `Grammars.compile`: exactly one of json_schema, regex, grammar and
+        tools.
+        """
         return self.grammars.compile(**given)
 
     @cached_property
@@ -220,7 +239,10 @@ class Tokenizer:
         return Grammars(self.backend, self.vocabulary, self.eos)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of `tokens`, without special tokens except reasoning and tool marks."""
+        """Return the text of `tokens`, without special tokens such as the end-of-turn token.
+
+        Special tokens that mark reasoning or tool calls, such as <think>, are included.
+        """
         with tokenizer_errors():
             return self.backend.decode([token for token in tokens if token not in self._silent], skip_special_tokens=False)
 
@@ -237,7 +259,7 @@ def load_tokenizer(
     try:
         backend = Backend.from_buffer(bundle.tokenizer.read_bytes())
     except Exception as error:  # tokenizers raises Exception itself
-        raise PipelineError(f"{bundle.tokenizer}: cannot be read ({short(str(error))}); compile the bundle again") from None
+        raise PipelineError(f"cannot read {bundle.tokenizer} ({short(str(error))}); compile the bundle again") from None
     tokens, tool_format = bundle.manifest.tokens, ToolFormat.of(bundle.manifest)
     return Tokenizer(
         backend, bundle.chat_template, tokens.bos, tokens.eos, template_args, bundle.manifest.vocab, tool_format,
@@ -278,11 +300,11 @@ class Detokeniser:
 
 
 class TokenBytes:
-    """A function from a token id to the token's bytes, which may be only a part of a character.
+    """Converts a token id to the token's bytes, which may be only a part of a character.
 
-    In a tokenizer file, byte-level tokenizers such as GPT-2's write each byte as a character of
-    their own alphabet. SentencePiece writes a space as U+2581, and the token for a single byte as
-    text such as <0xE4>. Unused ids, such as padding, have no bytes.
+    Byte-level tokenizers, such as GPT-2's, store each byte of a token as one printable character
+    (see `byte_alphabet`). SentencePiece stores a space as U+2581, and the token of a single byte as
+    text such as <0xE4>. Unused ids, such as padding of the vocabulary, have no bytes.
     """
 
     def __init__(self, tokenizer):
@@ -307,7 +329,10 @@ class TokenBytes:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character of GPT-2's byte-level alphabet (`bytes_to_unicode`)."""
+    """Return the byte for which each printable character stands in GPT-2's byte-level tokenizer.
+
+    It is the inverse of `bytes_to_unicode` in GPT-2's and HF's code.
+    """
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + n): byte for n, byte in enumerate(hidden)}

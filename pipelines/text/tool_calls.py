@@ -22,10 +22,10 @@ Call = tuple[str, str]
 
 @dataclass(frozen=True)
 class CallPart:
-    """A part of a tool call. index: index of the call in the text.
+    """A part of a tool call in a streamed answer; `index` counts the calls of the answer from 0.
 
-    Only the first part has the function's `name`. The `arguments` of all parts, joined, are a
-    JSON object.
+    Only the first part has the function's `name`. The `arguments` of all parts, joined, are a JSON
+    object.
     """
 
     index: int
@@ -40,8 +40,8 @@ Piece = str | CallPart
 class Tools:
     """The functions that a model may call, and the format in which it writes calls.
 
-    `schemas`: JSON schemas of the functions' parameters, by function name. `single`: whether the
-    text ends after the first call.
+    `schemas`: JSON schemas of the functions' parameters, by function name. `single`: whether only
+    one call is allowed, after which the answer ends.
     """
 
     form: ToolFormat
@@ -49,11 +49,11 @@ class Tools:
     single: bool = False
 
     def grammar(self, schemas: Mapping[str, Any], *, answer: Any = None, free: bool = False) -> dict[str, Any]:
-        """Return the definition of a grammar for tool calls, for `Grammars.compile(tools=...)`.
+        """Return a description of the allowed tool calls, for `Grammars.compile(tools=...)`.
 
-        schemas: JSON schemas of the functions' parameters, by function name. answer: a JSON schema.
-        If given, JSON that matches the schema is allowed instead of a call. free: whether other
-        text is allowed around calls.
+        schemas: JSON schemas of the functions' parameters, by function name. answer: a JSON schema;
+        if given, the model may write JSON that matches it instead of a call. free: whether the
+        model may write any other text before and after calls.
         """
         form, parallel = asdict(self.form), not self.single
         return {"form": form, "schemas": dict(schemas), "parallel": parallel, "answer": answer, "free": free}
@@ -69,10 +69,11 @@ def read_calls(tools: Tools, text: str) -> list[Call]:
 
 
 class Calls:
-    """A streaming reader that separates tool calls from the text of an answer.
+    """Splits an answer into text and tool calls while it is generated.
 
-    It holds back only text that may be part of a call. It also reads calls in JSON without the
-    format's marks, if the function is known and the arguments match its schema.
+    Text is returned as soon as it cannot be part of a call. JSON without the format's start mark,
+    such as <tool_call>, is a call too if its function is known and its arguments match the
+    function's schema.
     """
 
     def __init__(self, tools: Tools):
@@ -93,7 +94,7 @@ class Calls:
 
     @property
     def full(self) -> bool:
-        """Whether the request allows a single call, and that call is complete."""
+        """Whether the answer must end: one call is allowed (`Tools.single`), and it is complete."""
         return self.tools.single and self.count > 0 and self._value is None and (self._payload is None or not self.close)
 
     def add(self, more: str) -> list[Piece]:
@@ -122,7 +123,10 @@ class Calls:
         return pieces
 
     def _step_text(self, pieces: list[Piece]) -> bool:
-        """Move text before a call to `pieces`; return whether a call starts."""
+        """Process pending text outside calls: move it to `pieces`, up to what may become a call.
+
+        Return whether processing can go on: a call has started, or JSON without marks is complete.
+        """
         start = self._bare_start()
         text = self._pending if start is None else self._pending[:start]
         certain, mark, rest = split_at_mark(text, self.triggers, final=start is not None)
@@ -152,7 +156,10 @@ class Calls:
         return None
 
     def _step_bare(self, pieces: list[Piece]) -> bool:
-        """Parse pending JSON, and move it to `pieces`; return whether the JSON is complete."""
+        """Process pending text that starts with JSON that may be a call without marks.
+
+        Once the JSON is complete, move it to `pieces`, as calls or as text, and return True.
+        """
         text = self._pending.lstrip()
         if not (start := BARE_CALL.match(text)):
             return False
@@ -176,13 +183,17 @@ class Calls:
         return True
 
     def _fitted(self, name: str, arguments: dict) -> dict:
-        """Return the arguments of a call; ValueError if no known function accepts them."""
+        """Return the arguments of a call of function `name`; ValueError if they are invalid.
+
+        Arguments are invalid if the function is unknown, or if they do not match its JSON schema.
+        But if the tool format has no marks, any arguments of a known function are returned.
+        """
         found = self.calls.fitted(name, arguments)
         if found is None and not self.triggers and name in self.tools.schemas:
             # In a format without marks the name alone tells calls from other JSON.
             return arguments
         if found is None:
-            raise ValueError("JSON that is not a call")
+            raise ValueError(f"{name!r} is not a known function, or its arguments do not match its schema")
         return found
 
     def _emit_calls(self, calls: Sequence[ReadCall], pieces: list[Piece]) -> None:
@@ -192,7 +203,10 @@ class Calls:
         self._may_start = True
 
     def _step_payload(self, pieces: list[Piece]) -> bool:
-        """Process pending text of calls; return whether the end mark was found."""
+        """Process pending text after the start mark of calls: move the calls to `pieces`.
+
+        Return whether the end mark of the calls was found.
+        """
         certain, end, self._pending = split_at_mark(self._pending, [self.close] if self.close else [])
         self._payload += certain + end
         self._emit_arguments(pieces)
@@ -229,13 +243,13 @@ class Calls:
 
 
 class _Json:
-    """A streaming scanner for the end of a JSON object or list; strings may be single-quoted."""
+    """Finds the end of a JSON object or list in streamed text; strings may be single-quoted."""
 
     def __init__(self) -> None:
         self.depth, self.quote, self.escaped, self.complete = 0, "", False, False
 
     def take(self, text: str) -> str:
-        """Return `text` up to the end of the JSON value."""
+        """Return the part of `text` that belongs to the JSON value, up to the value's end."""
         for at, letter in enumerate(text if not self.complete else ""):
             if self.quote:
                 if letter == self.quote and not self.escaped:

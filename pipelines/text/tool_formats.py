@@ -60,9 +60,10 @@ class ToolFormat:
         try:
             form = from_json(ToolFormat | None, manifest.tool_format, "tool_format")
             if form and form.style not in STYLES:
-                raise RecordError(f"tool_format.style is {short(repr(form.style))}, not one of {', '.join(STYLES)}")
+                raise RecordError(f"tool_format.style is {short(repr(form.style))}; use one of {', '.join(STYLES)}")
             if form and (unknown := sorted(form.key_end.keys() - set(KINDS))):
-                raise RecordError(f"tool_format.key_end has an entry for the unknown type {short(repr(unknown[0]))}")
+                types = ", ".join(filter(None, KINDS))
+                raise RecordError(f"tool_format.key_end has the unknown JSON type {short(repr(unknown[0]))}; use {types}")
         except RecordError as error:
             raise PipelineError(f"{manifest.name} has an invalid manifest: {error}; compile the bundle again") from None
         return form
@@ -103,9 +104,10 @@ class ToolFormat:
 
 
 def _trigger(text: str) -> str:
-    """Return the mark or marks at the start of `text`, such as "<tool_call>".
+    """Return the fixed text that shows that a tool call starts, such as "<tool_call>".
 
-    If there are none, return the text before the first JSON object or placeholder `ID`.
+    text: the text of a format before a function's name. The result is the mark or marks at its
+    start. If there are none, it is the text before the first JSON object or placeholder `ID`.
     """
     marks = _MARKS.match(text)
     return marks[0] if marks else re.split(rf"{ID}|(?<!\w)\[?\{{|\{{", text)[0].rstrip()
@@ -165,14 +167,17 @@ class CallReader:
         self.form, self.schemas = form, schemas
 
     def read(self, payload: str) -> list[ReadCall]:
-        """Return (name, arguments) of each call in the text `payload`; ValueError without calls."""
+        """Return (function name, arguments) of each call in `payload`, the text of tool calls.
+
+        Raise ValueError if it has no valid call.
+        """
         styles = {"json": self._json, "python": self._python, "gemma": self._gemma, "tags": self._tags}
         try:
             calls = list(styles[self.form.style](payload))
         except NOT_CALLS as error:
-            raise ValueError(f"no calls: {error}") from None
+            raise ValueError(f"text is not a tool call in the format {self.form.style}: {error}") from None
         if not calls:
-            raise ValueError("no calls")
+            raise ValueError(f"text has no tool call in the format {self.form.style}")
         return calls
 
     @cached_property
@@ -184,10 +189,11 @@ class CallReader:
 
     @cached_property
     def argument(self) -> re.Pattern:
-        """The pattern of one argument of a call in the style "tags".
+        """The pattern of an argument in style "tags", such as <parameter=KEY>VALUE</parameter>.
 
-        The groups `key` and `value` contain the key and the value. The text between them is in a
-        group whose name is the JSON type of the value.
+        Its groups `key` and `value` contain the argument's name and value. Another group matches
+        the text between the two; it is named after the JSON type that this text stands for, or
+        `any`.
         """
         form = self.form
         # White space next to a value may belong to the value, so it is matched exactly.
@@ -199,11 +205,11 @@ class CallReader:
         return re.compile(f"(?s){begin}(?P<key>[^\\s<>]+?)(?:{ends})(?P<value>.*?){value_end}{follows}")
 
     def fitted(self, name: str, arguments: Any) -> dict | None:
-        """Return the arguments of a call; None if they don't match the schema of `name`.
+        """Return the arguments of a call of function `name`; None if they don't match its schema.
 
-        An argument that is null is left out if the parameter is optional and cannot be null.
-        Keywords of the schema that small models copy, such as `"required": ["city"]`, are left out
-        too.
+        Two frequent mistakes of small models are corrected. Null is left out if the parameter is
+        optional and cannot be null. A part of the schema that the model copied as an argument, such
+        as `"required": ["city"]`, is left out too.
         """
         schema = self.schemas.get(name)
         if schema is None or not isinstance(arguments, dict):
@@ -255,7 +261,7 @@ class CallReader:
         head = self.head.search(payload)
         parts = payload[head.end() :].removesuffix(self.form.close).split(self.form.quote)
         if len(parts) % 2 == 0:
-            raise ValueError("an unterminated string")
+            raise ValueError(f"tool call has an unterminated string; end it with {self.form.quote}")
         with_quotes = lambda keys: re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:", r'\1"\2":', keys)
         parts = [json.dumps(part) if index % 2 else with_quotes(part) for index, part in enumerate(parts)]
         yield head[1], _object(json.loads("".join(parts)))
@@ -302,9 +308,10 @@ def read_bare(text: str) -> Iterator[ReadCall]:
 
 
 def _value(text: str, may_be_string: bool) -> Any:
-    """Parse a JSON text or a Python literal; return any other text unchanged.
+    """Parse an argument written as JSON or as a Python literal; return any other text unchanged.
 
-    may_be_string: whether the schema allows a string; then only null and quoted strings are parsed.
+    may_be_string: whether the schema allows a string. If so, numbers and other values without
+    quotes are returned as text; only quoted strings and null are parsed.
     """
     value: Any = text
     try:
@@ -318,7 +325,7 @@ def _value(text: str, may_be_string: bool) -> Any:
 
 def _name(value: Any) -> str:
     if not (isinstance(value, str) and value):
-        raise ValueError("a call without a name")
+        raise ValueError(f"function name of a tool call is {short(repr(value))}; it must be a non-empty string")
     return value
 
 
@@ -326,14 +333,15 @@ def _object(value: Any) -> dict:
     if isinstance(value, str):
         value = json.loads(value)
     if not isinstance(value, dict):
-        raise ValueError("arguments that are not a JSON object")
+        raise ValueError(f"arguments of a tool call are {short(repr(value))}; they must be a JSON object")
     return value
 
 
 def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
-    """Return `key_end`, a field of `ToolFormat` (JSON type: text), without types of equal text.
+    """Return `key_end` with only one JSON type for each distinct text.
 
-    Of the types with the same text, "string" remains, or else the first one.
+    key_end: the field of `ToolFormat`, which maps JSON types to texts. If several types have the
+    same text, the first one is used. The text of "string" comes first in the result.
     """
     found = dict.fromkeys(key_end[kind] for kind in sorted(key_end, key=lambda kind: kind != "string"))
     return {next(kind for kind, each in key_end.items() if each == text): text for text in found}

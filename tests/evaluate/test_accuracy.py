@@ -103,5 +103,5 @@ def test_a_manifest_stores_its_accuracy_and_rejects_invalid_ones(exact):
     assert parse(dump(manifest), "here") == manifest
     value = json.loads(dump(manifest))
     value["accuracy"]["kld_mean"] = "small"
-    with pytest.raises(BundleError, match="accuracy.kld_mean is 'small', not a number"):
+    with pytest.raises(BundleError, match="accuracy.kld_mean is 'small'; it must be a number"):
         parse(json.dumps(value).encode(), "here")

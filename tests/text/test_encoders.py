@@ -346,7 +346,7 @@ def test_reads_or_rejects_module_configs(qwen, tmp_path):
     manifest = json.loads(dump(open_bundle(bundle).manifest))
     for field, value, why in (
         ("max_tokens", 65, "the functions support 1 to 64"),
-        ("default_prompt", "q", "not one of the prompts"),
+        ("default_prompt", "q", "use a key of encoder.prompts"),
     ):
         with pytest.raises(BundleError, match=why):
             parse(json.dumps(manifest | {"encoder": manifest["encoder"] | {field: value}}).encode(), "x")

@@ -58,7 +58,7 @@ def test_module_and_weights_must_match_the_manifest(toy):
         file.seek(100)
         file.write(b"\xff" * 8)
     hostile_bundles.rehash(toy)
-    assert "weights.irpa (the table of tensors is damaged)" in rejection(toy)
+    assert "weights.irpa (the weights file has a damaged table of tensors)" in rejection(toy)
 
 
 def test_trust_decides_whether_stamps_are_used(toy, monkeypatch):
@@ -131,17 +131,17 @@ KERNEL = {"paths": [], "calls": 1, "flops": [1, 0, 1], "bytes": [1, 0, 1], "weig
 @pytest.mark.parametrize(
     ("name", "facts", "message"),
     [
-        ("source", {"hub": 5}, "source.hub is 5, not an object"),
-        ("source", {"left_out": {"a": "b"}}, "source.left_out.a is 'b', not an integer"),
+        ("source", {"hub": 5}, "source.hub is 5; it must be an object"),
+        ("source", {"left_out": {"a": "b"}}, "source.left_out.a is 'b'; it must be an integer"),
         (
             "compile",
             {"work": {"decode_step": {"k": KERNEL | {"flops": [1]}}}},
-            "'compile.work': k has 1 numbers in 'flops' and 3 in 'bytes'; each list must have 3 numbers",
+            "'compile.work': kernel k has 1 numbers in 'flops' and 3 in 'bytes'; each must have 3",
         ),
         (
             "compile",
             {"work": {"decode_step": {"k": KERNEL | {"calls": 10**400}}}},
-            "'compile.work': k has a number above 2**63 - 1",
+            "'compile.work': kernel k has a number above 2**63 - 1",
         ),
     ],
 )
