@@ -390,7 +390,9 @@ def _check_functions(manifest: Manifest) -> None:
         raise RecordError("manifest field 'functions' has no function with the role encode; an embedding model needs one")
     if not manifest.encoder and widths["decode"] != [1]:
         found = widths["decode"]
-        raise RecordError(f"manifest field 'functions' has decode functions of widths {found}; it must have one, of width 1")
+        raise RecordError(
+            f"manifest field 'functions' lists decode functions of widths {found} (tokens a call); it must list one, of width 1"
+        )
     if wrong := [role for role, found in widths.items() if len(set(found)) != len(found) or min(found, default=2) < 1]:
         found = widths[wrong[0]]
         raise RecordError(

@@ -96,10 +96,10 @@ class Positional:
         return True
 
     def take(self, rows: np.ndarray, position: int) -> None:
-        """Load `rows` of another sequence, to continue that sequence at `position`.
+        """Set this state to a copy of another sequence's state, to continue at `position`.
 
-        rows: the result of that sequence's `rows(written)`, if its `begins(written, position)` is
-        true.
+        rows: the result of the other state's `rows(written)`, where `written` is the number of
+        tokens of that sequence. The other state's `begins(written, position)` must be true.
         """
         self.load(rows, position, position)
 

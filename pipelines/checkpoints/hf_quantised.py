@@ -226,8 +226,8 @@ def _bitsandbytes_4_bits(stored: Stored) -> tuple[Tensor, ...]:
         sizes = [prod(part.shape) for part in of_nested]
         if {part.codec for part in of_nested} != {"f32"} or sizes != [-(-blocks // nested), 256]:
             raise stored.error(
-                f"nested_absmax and nested_quant_map have {sizes[0]} and {sizes[1]} numbers, "
-                f"not {-(-blocks // nested)} and 256 of type f32; download the model again"
+                f"nested_absmax has {sizes[0]} numbers and nested_quant_map {sizes[1]}; they must have "
+                f"{-(-blocks // nested)} and 256, all f32; download the model again"
             )
 
     def scales() -> np.ndarray:

@@ -38,7 +38,7 @@ class Embedder:
         self.bundle = bundle = open_bundle(bundle)
         if bundle.manifest.encoder is None:
             raise PipelineError(
-                f"{bundle.path} generates text and is not an embedding model; run it with castiron run, or give a model "
+                f"{bundle.path} generates text and is not an embedding model; use castiron run, or give a model "
                 "that sentence-transformers saved"
             )
         self.name, self.facts, self.hidden = bundle.manifest.name, bundle.manifest.encoder, bundle.manifest.hidden

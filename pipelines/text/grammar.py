@@ -154,8 +154,8 @@ class Grammar:
     def constraint(self, marks: Marks = (), prompt: str = "") -> GrammarConstraint:
         """Return a new constraint that makes one generated text match this grammar.
 
-        marks: (start mark, end mark) pairs of reasoning, which need not match. prompt: the text
-        before the generated text, which may end in a start mark.
+        marks: (start mark, end mark) pairs that enclose reasoning; the grammar does not apply to
+        reasoning. prompt: the text before the generated text, which may end in a start mark.
         """
         return GrammarConstraint(self._matcher.deep_copy(), self._grammars, marks, prompt)
 

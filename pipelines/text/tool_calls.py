@@ -193,7 +193,9 @@ class Calls:
             # In a format without marks the name alone tells calls from other JSON.
             return arguments
         if found is None:
-            raise ValueError(f"{name!r} is not a known function, or its arguments do not match its schema")
+            if name not in self.tools.schemas:
+                raise ValueError(f"the request has no function {name!r}")
+            raise ValueError(f"the arguments of a call of {name!r} do not match its JSON schema")
         return found
 
     def _emit_calls(self, calls: Sequence[ReadCall], pieces: list[Piece]) -> None:

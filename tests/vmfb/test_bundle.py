@@ -78,7 +78,7 @@ def test_a_written_manifest_is_read_back(toy_dir):
         (["states", 0, "window"], 5, "'states.k': window 5 is invalid for a positional state"),
         (["states", 0, "kind"], "window", "'states.k': window 0 is invalid for a window state"),
         (["states", 1, "name"], "k", "'states' has two states named k"),
-        (["functions"], [], "'functions' has decode functions of widths []; it must have one, of width 1"),
+        (["functions"], [], "'functions' lists decode functions of widths [] (tokens a call); it must list one, of width 1"),
         (["functions", 0, "role"], "evil", "'functions' has the unknown role evil; use one of decode, prefill"),
         (["target", "features"], None, "target.features is None; it must be a list"),
         (["tokens", "eos"], [32], "'tokens' has id 32, but the vocabulary has 32 tokens"),

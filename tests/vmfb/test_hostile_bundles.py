@@ -114,7 +114,7 @@ def test_rejects_a_state_file_with_an_invalid_token_count(count, tmp_path):
         file.write(data)
         # A sparse file that is large enough for this number of tokens.
         file.truncate(2**28)
-    with pytest.raises(StateError, match="not a state file"):
+    with pytest.raises(StateError, match="not a saved state"):
         read_head(path)
 
 
