@@ -158,7 +158,7 @@ def test_the_adapters_tokenizer_and_template_are_used(base, copy):
         ({"target_parameters": ["mlp.experts"]}, "uses target_parameters"), ({"novelty": 1}, "uses novelty"),
         ({"init_lora_weights": "pissa"}, "initialised by pissa"),
         ({"r": "4"}, "r is .4., not a number below"), ({"rank_pattern": [1]}, "rank_pattern is .*, not an object of numbers"),
-        ({"r": 5}, "matrices of rank 4 and 4 for .*q_proj, but adapter_config.json states 5"),
+        ({"r": 5}, "q_proj has LoRA matrices of rank 4 and 4, but adapter_config.json states 5"),
         ({"rank_pattern": {"(": 1}}, "the invalid pattern"),
     ],
 )  # fmt: skip
