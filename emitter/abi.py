@@ -1,4 +1,4 @@
-"""The calling convention of compiled modules: their functions, states and signatures.
+"""The calling convention of compiled modules: the functions that a module may export.
 
 The package `emitter` writes modules that follow this convention, and `vmfb` calls their functions.
 This file imports the standard library only.
@@ -6,15 +6,18 @@ This file imports the standard library only.
     decode_step(token i32, position i32, *states)                   -> (argmax i32, logits f32[V], *states)
     prefill_T(tokens i32[T], start i32, length i32, *states)        -> (argmax i32, logits f32[V], *states)
     verify_T(tokens i32[T], start i32, *states)                     -> (argmax i32[T], logits f32[T, V], *states)
-    decode_batch_T(tokens i32[T], positions i32[T], *states of T)   -> (argmax i32[T], logits f32[T, V], *states of T)
+    decode_batch_T(tokens i32[T], positions i32[T], *states)        -> (argmax i32[T], logits f32[T, V], *states)
     embed_T(tokens i32[T], start i32, length i32, *states)          -> (hidden f32[T, H], *states)
     encode_T(tokens i32[T], start i32, length i32, *states)         -> (embedding f32[H], *states)
 
-T is the number of tokens of a call, V the vocabulary size, H the number of features of a hidden
-state or embedding. `length` is the number of tokens that are not padding. A call updates the states
-(KV caches, recurrent states) in place. `decode_batch_T` takes the states of T sequences,
-concatenated along dimension 0. It skips a sequence whose position is negative, so that the states
-of that sequence do not change.
+T: number of tokens of a call, padding included. V: vocabulary size. H: number of features of a
+    hidden state or embedding.
+start: position of the first token. length: number of tokens that are not padding.
+states: buffers such as KV caches, which a call updates in place.
+
+The tokens of a call are consecutive tokens of one sequence, except in `decode_batch_T`. There, each
+token belongs to a different sequence, and each state has the data of all T sequences, concatenated
+along dimension 0. A sequence whose position is negative is skipped: its states do not change.
 """
 
 from __future__ import annotations
@@ -52,15 +55,19 @@ class Tensor:
 
 @dataclass(frozen=True)
 class State:
-    """A buffer with the state of one sequence, such as a KV cache; each call updates it in place.
+    """The name, shape and format of a buffer with state of one sequence, such as a KV cache.
 
-    kind: "positional" (one row for each position of the sequence), "window" (a ring buffer with the
-        rows of the last positions) or "recurrent" (one value, which every token replaces).
+    Every call of a compiled function updates the buffer in place.
+
+    kind: what the buffer stores for each layer.
+        "positional": one row for each position of the sequence; shape [layers, context, ...]
+        "window": a ring buffer with the rows of the last positions; shape [layers, rows, ...]
+        "recurrent": one value, which every token replaces; shape [layers, ...]
     window: for the kind "window", how many positions a token attends to, the token itself included;
         otherwise 0.
     storage: the format of the elements, such as "f32" or "q8_0" (a key of `STORAGE`).
-    layers: the layers of the model that have data in the buffer. Entry i of dimension 0 belongs to
-        layer layers[i].
+    layers: which layer of the model each index of dimension 0 belongs to. For example, (3, 7) means
+        that index 0 is layer 3, and index 1 is layer 7.
     """
 
     name: str
@@ -80,7 +87,7 @@ class State:
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def of(self, sequences: int) -> Tensor:
-        """Return the name, shape and dtype of a buffer with this state for several sequences.
+        """Return the type of one buffer that has this state for several sequences.
 
         The states of the sequences are concatenated along dimension 0.
         """
@@ -113,9 +120,9 @@ class Role:
     """A kind of function that compiled modules export, such as prefill.
 
     name: pattern of the function names, such as "prefill_{}"; {} stands for the number of tokens.
-    operands, results: map names to shapes, in which "T" is the number of tokens of a call, "V" the
-        vocabulary size and "H" the hidden size. The states, which every function takes and returns,
-        are left out.
+    operands, results: the shape of each operand or result, by its name. In shapes, "T" is the
+        number of tokens of a call, "V" the vocabulary size and "H" the hidden size. The states,
+        which every function takes and returns, are left out.
     every_token: whether the results depend on the final hidden states of all tokens of a call. If
         False, the hidden state of the last token is enough.
     """
@@ -170,8 +177,10 @@ class Function:
     def signature(self, states: Iterable[State], vocab: int, hidden: int = 0) -> Signature:
         """Return the types of operands and results of this function.
 
-        vocab: the number of logits per token. hidden: the number of features of the vectors that
-        functions with the roles embed and encode return.
+        states: the states of the model, which follow the other operands and the other results.
+        vocab: the number of logits per token.
+        hidden: the number of features of a hidden state; only the roles "embed" and "encode" need
+            it.
         """
         extents, carried = {"T": self.width, "V": vocab, "H": hidden}, tuple(s.of(self.sequences) for s in states)
 
@@ -184,9 +193,9 @@ class Function:
 
 
 def functions(widths: Mapping[str, Iterable[int]]) -> tuple[Function, ...]:
-    """Return the `Function` records of a module, in the order in which modules export them.
+    """Return the exported functions of a module, in the order in which modules export them.
 
-    widths: maps a role, such as "prefill", to the numbers of tokens for which the module has a
-    function.
+    widths: for each role, the numbers of tokens per call, with one function for each number. For
+        example, {"prefill": (8, 32)} means the functions prefill_8 and prefill_32.
     """
     return tuple(Function(role, width) for role in ROLES for width in widths.get(role, ()))

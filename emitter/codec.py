@@ -1,4 +1,7 @@
-"""Formats of stored weights: `Codec` describes one; `Parts` has codes and scales of its blocks."""
+"""Formats of stored weights, such as q4_k.
+
+`Codec` describes a format. `Parts` has the codes and scales of quantised blocks as NumPy arrays.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,16 +19,17 @@ class Parts:
         d * scale * code + sign * m * minimum
 
     where d and m belong to the block of the element, and scale and minimum to its group. The sign
-    is `Codec.minimum`: +1, -1, or 0 if the format has no minima.
+    is `Codec.minimum`: +1, -1, or 0 if the format has no minima. Some formats store encoded
+    numbers, which `codecs.numbers` decodes for this formula.
 
-    codes: i8 [n, block], one for each element. If `Codec.table` has fractions, a code is an index
-        in this table; if `Codec.e4m3`, it has the bits of a float.
-    d: [n], f16 or f32, or u16 with the bits of a bf16. If `Codec.exponents`, u8 numbers that stand
-        for 2^(d - 128).
-    m: [n], f16; None if the format has no minima. If `Codec.zeros`, the array has the zero point of
-        each block instead, i8, and the m of the formula is d * zero point.
-    scales, minima: [n, groups], u8 or i8; None stands for 1. If `Codec.small_floats`, scales are
-        u8: an f16 shifted right by 7 bits.
+    codes: i8 [n, block], one for each element. Encoded: if `Codec.table` has fractions, indices in
+        this table; if `Codec.e4m3`, the bits of 8-bit floats.
+    d: [n], f16 or f32. Encoded: u16 with the bits of a bf16; if `Codec.exponents`, u8 numbers e
+        that stand for 2^(e - 128).
+    m: [n], f16; None if the format has no minima. Encoded: if `Codec.zeros`, the i8 zero point of
+        each block, where m = d * zero point.
+    scales, minima: [n, groups], u8 or i8; None stands for 1. Encoded: if `Codec.small_floats`, each
+        scale is a u8 with the bits of an f16, shifted right by 7.
     """
 
     codes: np.ndarray
@@ -39,15 +43,17 @@ class Parts:
 class Codec:
     """A format in which rows of weights are stored, such as q4_k.
 
-    A row consists of blocks of `block` elements. In a quantised format, each element is stored as a
-    code, and every `group` elements share a scale. `Parts` has the formula that computes elements
-    from codes and scales.
+    A row consists of blocks of `block` elements, and each block takes `block_bytes` bytes. In a
+    quantised format, each element is stored as a code, and every `group` elements share a scale.
+    `Parts` has the formula that computes elements from codes and scales.
 
     splitter: unpacks blocks to `Parts`; None if the format is not quantised.
-    bits: number of bits of a code, as packed for kernels. Codes of 8 bits are signed. Shorter codes
-        are packed as unsigned numbers, as `table` or `offset` says.
-    table: if not empty, the values of the codes; a code is packed as its index in this table.
-    offset: without a table, the number that is added to a code when it is packed.
+    bits: number of bits of a code in the packed weights that kernels read. There, codes of 8 bits
+        are signed, and shorter codes are unsigned (see `table` and `offset`).
+    table: if not empty, the values that a code may have; packed weights store the index of the
+        value.
+    offset: without a table, the number that is added to a code in packed weights, so that it is
+        unsigned.
     minimum: +1 if each group has a minimum that is added to its elements, -1 if the minimum is
         subtracted, 0 if groups have no minimum.
     exponents: whether the scale of a block is stored as an exponent of 2, as in OCP's MX formats.
@@ -91,10 +97,10 @@ class Codec:
 
     @cached_property
     def int8_scale(self) -> int:
-        """Return the factor by which the values of `table` are multiplied to round them to int8.
+        """Return the factor by which `table` values are multiplied before they are rounded to int8.
 
-        Of the factors from 64 to 127, it is the one with the smallest sum of squared rounding
-        errors. It is 1 if the values are integers.
+        If the values are integers, the factor is 1. Otherwise it is the factor from 64 to 127 with
+        the smallest sum of squared rounding errors.
         """
         if self.has_integers:
             return 1
@@ -102,18 +108,18 @@ class Codec:
 
     @property
     def in_int8(self) -> "Codec":
-        """Return a copy whose `table` values, times `int8_scale`, are integers that fit in int8.
+        """Return a copy with each value of `table` rounded to a multiple of 1 / `int8_scale`.
 
-        For this, each value of the table is rounded to a multiple of 1 / `int8_scale`.
+        The rounded values, multiplied by `int8_scale`, are integers that fit in int8.
         """
         return replace(self, table=tuple(round(self.int8_scale * value) / self.int8_scale for value in self.table))
 
     @property
     def summed(self) -> bool:
-        """Return whether a matmul with x needs the sum of x over each group of elements.
+        """Return whether a matmul with these weights needs the sum of its input x over each group.
 
         It does if codes have an offset, or groups a minimum: a constant that is added to all
-        elements of a group adds constant * sum(x) to the result.
+        weights of a group adds constant * sum(x) to the result.
         """
         return bool(self.offset or self.minimum)
 
@@ -127,10 +133,10 @@ class Codec:
 
 
 def _in_columns(blocks: np.ndarray) -> np.ndarray:
-    """Copy bytes [n, b] to column-major order.
+    """Return a copy of an array of bytes [n, b] in column-major (Fortran) order.
 
-    Splitters process the same byte of all n blocks at a time, which is fast if these n bytes are
-    contiguous.
+    The functions that unpack blocks process the same byte of all n blocks at a time. This is fast
+    if these n bytes are contiguous.
     """
     if blocks.shape[1] % 2:
         return np.asfortranarray(blocks)

@@ -24,9 +24,9 @@ _ROWS_AT_ONCE_BYTES = 1 << 19  # limit for temporary arrays, without the result
 
 
 def rows_at_once(bytes_of_a_row: int) -> int:
-    """Return how many rows of weights to convert at a time: 512 KiB of them, but at least one row.
+    """Return how many rows of weights to convert at a time, so that temporary arrays stay small.
 
-    Temporary arrays then stay small.
+    This is the number of rows that fit in 512 KiB, but at least 1.
     """
     return max(1, _ROWS_AT_ONCE_BYTES // bytes_of_a_row)
 
@@ -36,10 +36,14 @@ def _f16(columns: np.ndarray) -> np.ndarray:
 
 
 def _split_32(bits: int, offset: int) -> Callable[[np.ndarray], Parts]:
-    """Return the function that unpacks blocks of q4_0, q4_1, q5_0 or q5_1 to `Parts`.
+    """Return a function that unpacks blocks of q4_0, q4_1, q5_0 or q5_1 to `Parts`.
 
-    A block stores d, then m (if `offset` is 0), then the fifth bits of all codes (if codes have 5
-    bits), then the low four bits of all codes.
+    bits: 4 or 5, the size of a code.
+    offset: number that is subtracted from each stored code; 0 for q4_1 and q5_1, whose blocks have
+        a minimum instead.
+
+    A block stores its scale, then its minimum if it has one, then the highest bit of every 5-bit
+    code, then the low four bits of every code.
     """
 
     def split(b: np.ndarray) -> Parts:
@@ -109,7 +113,10 @@ def _split_mxfp4(b: np.ndarray) -> Parts:
 
 @np.errstate(over="ignore", invalid="ignore")  # `finite.are_finite` finds such scales
 def _split_nvfp4(b: np.ndarray) -> Parts:
-    """Unpack nvfp4 blocks of 36 bytes, as in ggml, or of 40 bytes, which end with an f32 scale."""
+    """Unpack nvfp4 blocks.
+
+    b: u8 [n, 36], as in ggml, or [n, 40], where an f32 scale follows each of ggml's blocks.
+    """
     # ggml reads 0x7F as 0, and ignores the sign bit. Its E4M3 has an exponent bias of 7, f16 one of 15, and the table's
     # values are doubled: hence 2^(15 - 7 - 1).
     scales = np.where(b[:, :4] == 0x7F, 0, b[:, :4] & 0x7F).astype(np.uint8)
@@ -138,11 +145,13 @@ def _split_q2_0(b: np.ndarray) -> Parts:
 
 
 def _ternary(columns: np.ndarray, digits: int) -> np.ndarray:
-    """Unpack bytes with `digits` ternary digits each, as in ggml's tq1_0, to numbers -1, 0 and 1.
+    """Unpack bytes that store `digits` numbers each, as in ggml's tq1_0. A number is -1, 0 or 1.
 
-    columns: u8 [n, b]. A byte divided by 256 is a fraction; its first digits in base 3 are the
-    numbers plus 1. The result, i8 [n, digits * b], has the first number of every byte, then the
-    second number of every byte, and so on.
+    columns: u8 [n, b]. If the fraction byte / 256 is written in base 3, its first `digits` digits
+    after the point are the numbers of the byte, plus 1.
+
+    Returns i8 [n, digits * b]: the first number of every byte, then the second number of every
+    byte, and so on.
     """
     powers = (3 ** np.arange(digits)).astype(np.uint8)
     found = (columns[:, None, :] * powers[:, None]).astype(np.uint16) * 3 >> 8
@@ -254,10 +263,10 @@ def _dequantise_rows(codec: Codec, raw: np.ndarray) -> np.ndarray:
 
 
 def numbers(codec: Codec, parts: Parts) -> Parts:
-    """Convert the codes, scales and zero points in `parts` to numbers for the formula of `Parts`.
+    """Decode the arrays of `parts`, so that the formula in the docstring of `Parts` can use them.
 
-    Scales that are stored as exponents, bf16 or E4M3 become floats. So do codes that are E4M3
-    floats, or indices in a table with fractions. A zero point is replaced by m = d * zero point.
+    Scales that are stored as exponents, bf16 or E4M3 become floats. Codes that are E4M3 floats, or
+    indices in a table with fractions, become floats too. A zero point becomes m = d * zero point.
     Other arrays do not change.
     """
     d, m, scales, codes = parts.d, parts.m, parts.scales, parts.codes
@@ -277,7 +286,10 @@ def numbers(codec: Codec, parts: Parts) -> Parts:
 
 
 def values(codec: Codec, parts: Parts) -> np.ndarray:
-    """Return the f32 values [n, block] of the `parts` of n blocks, rounded as in ggml."""
+    """Dequantise n blocks with ggml's rounding; return their elements, f32 [n, block].
+
+    parts: the codes and scales of the blocks.
+    """
     parts = numbers(codec, parts)
     scale = parts.d.astype(np.float32)[:, None]
     if parts.scales is not None:
@@ -294,9 +306,10 @@ def values(codec: Codec, parts: Parts) -> np.ndarray:
 
 
 def dequantise(codec_name: str, raw: np.ndarray) -> np.ndarray:
-    """Dequantise rows `raw`, u8 [..., row_bytes], to f32 [..., in].
+    """Dequantise rows of weights to f32 [..., elements of a row].
 
-    The result equals that of `gguf.quants.dequantize`.
+    raw: u8 [..., row_bytes], rows in the format `codec_name`, such as "q4_k". For ggml's formats,
+    the result equals that of `gguf.quants.dequantize`.
     """
     codec = codec_of(codec_name)
     result = np.empty((*raw.shape[:-1], in_features_of(codec, raw)), np.float32)

@@ -1,4 +1,7 @@
-"""Check that stored weights are finite, mostly without dequantising them."""
+"""Check that stored weights are finite, that is, neither infinite nor NaN.
+
+For most formats, it is enough to check the scales of the blocks, without dequantising weights.
+"""
 
 import numpy as np
 
@@ -19,7 +22,10 @@ _LARGEST_EXPONENT = 252
 
 
 def are_finite(codec_name: str, raw: np.ndarray) -> bool:
-    """Return whether all weights in `raw`, u8 [..., row_bytes], are finite."""
+    """Return whether all weights in `raw` are finite.
+
+    raw: u8 [..., row_bytes], rows in the format `codec_name`, such as "q4_k".
+    """
     codec = codec_of(codec_name)
     rows = raw.reshape(-1, raw.shape[-1])
     step = rows_at_once(raw.shape[-1])

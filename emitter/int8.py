@@ -1,4 +1,7 @@
-"""Quantisation of f32 to signed bytes as in ggml's Q8_0: a group has the scale max |x| / 127."""
+"""Quantise f32 numbers to int8, as in ggml's Q8_0.
+
+Each group of 32 numbers shares a scale: the group's max |x| / 127.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ MIN_SCALED = np.float32(1e-30)  # a group whose max is smaller counts as 0, beca
 
 
 def as_bytes(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantise `groups` f32 [..., n], whose last dimension is one group; return (codes, scales).
+    """Quantise groups of n numbers to int8; return (codes, scales).
 
-    Codes are integers from -127 to 127, as f64 [..., n]. Scales are f32 [...], one for each group.
+    groups: f32 [..., n]; the n numbers of the last dimension share a scale.
+    codes: integers from -127 to 127, stored as f64 [..., n].
+    scales: f32 [...], max |x| / 127 of each group.
     """
     peak = np.abs(groups).max(axis=-1)
     with np.errstate(divide="ignore", over="ignore"):

@@ -1,11 +1,11 @@
 """Unpack blocks of ggml's IQ1, IQ2 and IQ3 types, whose codes come from a fixed grid.
 
-A grid is a list of vectors of four or eight values. A block stores one index of a vector for each
-four or eight elements.
+A grid is a list of vectors of four or eight values. For each four or eight elements, a block stores
+one number: the index of the vector that has their codes.
 
-`iq_grids.json` has ggml's grids (ggml-common.h) in base64. There, each value of a vector is an
-index in `_LEVELS`. Such an index takes two or four bits (`_BITS`), and the first index of a byte is
-in its lowest bits.
+`iq_grids.json` has ggml's grids (ggml-common.h) in base64. It stores each value of a vector as an
+index in `_LEVELS`, the possible values. An index takes two or four bits (`_BITS`), and the first
+index of a byte is in its lowest bits.
 """
 
 import json
@@ -30,7 +30,10 @@ _BITS = {3: 2, 8: 4}  # by number of levels
 
 @cache
 def grid(name: str) -> np.ndarray:
-    """Return the grid of an IQ type, i8 [vectors, 4 or 8]."""
+    """Return the grid of an IQ type: a table of vectors, i8 [vectors, 4 or 8].
+
+    A block of the type stores indices in this table instead of codes. name: such as "iq2_xs".
+    """
     levels = np.array(_LEVELS[name], np.int8)
     packed = b64decode(json.loads((Path(__file__).parent / "iq_grids.json").read_text())[name])
     bits = _BITS[len(levels)]
@@ -51,9 +54,9 @@ def _signed(codes: np.ndarray, signs: np.ndarray) -> np.ndarray:
 
 
 def _eight_signs(seven: np.ndarray) -> np.ndarray:
-    """Return bytes with eight sign bits, from numbers whose low seven bits are sign bits.
+    """Add the eighth sign bit to numbers whose low seven bits are sign bits; return u8.
 
-    ggml does not store the eighth sign bit. It is 1 if the number of ones in the seven bits is odd.
+    ggml does not store this bit. It is 1 if the number of ones in the seven bits is odd.
     """
     seven = seven & 127
     return (seven | (np.bitwise_count(seven) & 1) << 7).astype(np.uint8)
@@ -113,7 +116,7 @@ def _iq3_s(b: np.ndarray) -> Parts:
 
 
 def _shifted(indices: np.ndarray, minus: np.ndarray) -> np.ndarray:
-    """Return the codes of an IQ1 type, i8 [n, 256]: 8 * (value of the grid) + 1, or - 1.
+    """Return the codes of n IQ1 blocks, i8 [n, 256]. A code is 8 * (grid value), plus or minus 1.
 
     indices: [n, 32]; each selects the vector of the grid with the values of eight consecutive
         codes.

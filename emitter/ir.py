@@ -1,7 +1,8 @@
-"""The typed SSA graph: values, operations, functions, modules, and scopes that name module paths.
+"""The typed SSA graph: values, operations, functions and modules.
 
-Operations are appended to the function being built (`with module.function(...)`) under the current
-path (`with scope("layers.3")`). `castiron.emitter.printer` turns the graph into text.
+Operations are appended to the function being built (`with module.function(...)`). Each operation
+records which layer of the model it belongs to, as a path such as `layers.3.self_attn`. The path is
+set with `scope`. `castiron.emitter.printer` turns the graph into text.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Op:
-    """An operation: kind (`add`, `kernel`, ...), operands, results, attributes and module path."""
+    """An operation of the graph.
+
+    kind: what it computes, such as `add` or `kernel`.
+    path: path of the model's layer that it belongs to, such as `layers.3.self_attn`.
+    """
 
     kind: str
     operands: tuple[Value, ...]
@@ -47,7 +52,7 @@ class Op:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The recipe for a parameter's bytes: checkpoint tensors and a function that packs them.
+    """How to make the bytes of a parameter: checkpoint tensors, and a function that packs them.
 
     tensors: (name, codec) of each checkpoint tensor. `pack` gets the tensor's rows in the format of
         this codec, such as "q4_k".
@@ -72,10 +77,10 @@ class Param:
 class Graph:
     """The graph of a function: named inputs, operations in order, outputs.
 
-    storage: maps the index of an output to the input whose buffer that output overwrites (a state
-        that is updated in place).
+    storage: maps the index of an output to the input whose buffer this output overwrites. Such an
+        output is a state that is updated in place.
     entry, states: for an exported function of a model, such as `prefill_32`, its role and width,
-        and the states (such as KV caches) that it updates.
+        and the states (such as KV caches) that it updates. Other functions have no entry.
     length: the input with the number of tokens that are not padding; None without padding.
     """
 
@@ -109,14 +114,21 @@ class Module:
 
     @contextmanager
     def function(self, name: str, **inputs: TensorType) -> Iterator[tuple[Value, ...]]:
-        """Build a function from the operations of the `with` block; yield its input values."""
+        """Build a new function of this module from the operations made in a `with` block.
+
+        inputs: the type of each input, by name. The `with` statement yields the inputs as values,
+        in the same order.
+        """
         function = Graph(name, [Value(type_, input_name) for input_name, type_ in inputs.items()])
         with self.defining(function):
             yield tuple(function.inputs)
 
     @contextmanager
     def defining(self, function: Graph) -> Iterator[None]:
-        """Add `function` to this module; the `with` block appends operations to the function."""
+        """Append the operations made in a `with` block to `function`.
+
+        At the end of the block, `function` is added to this module.
+        """
         if function.name in self.functions:
             raise EmitError(f"module {self.name}: two functions are named {function.name!r}; rename one function")
         with building(self, function):
@@ -153,7 +165,10 @@ _stack: list[_Building] = []
 
 @contextmanager
 def building(module: Module, function: Graph) -> Iterator[None]:
-    """Append the operations of the `with` block to `function`, which belongs to `module`."""
+    """Append the operations made in a `with` block to `function`.
+
+    Their parameters are registered in `module`, but `function` itself is not added to it.
+    """
     _stack.append(_Building(module, function, [], {}))
     try:
         yield
@@ -173,7 +188,11 @@ def current_function() -> Graph:
 
 @contextmanager
 def scope(name: str) -> Iterator[None]:
-    """Append `name` to the module path of all operations that are made inside the `with` block."""
+    """Append `name` to the path of all operations made in a `with` block.
+
+    The path names the layer of the model to which an operation belongs. For example, `scope("mlp")`
+    inside `scope("layers.3")` gives the path `layers.3.mlp`.
+    """
     path = _top().path
     path.append(name)
     try:
@@ -183,14 +202,16 @@ def scope(name: str) -> Iterator[None]:
 
 
 def current_path() -> str:
-    """Return the current module path, such as `layers.3.self_attn`."""
+    """Return the path that `scope` has set for new operations, such as `layers.3.self_attn`."""
     return ".".join(_stack[-1].path) if _stack else ""
 
 
 def fail(kind: str, message: str, operands: Sequence[Value] = ()) -> EmitError:
-    """Return an EmitError for an operation.
+    """Return an EmitError about an operation that cannot be made.
 
-    The message names the kind, the types of the operands and the module path of the operation.
+    kind: what the operation computes, such as "add".
+    message: what is wrong. The text of the error also has `kind`, the types of the operands, and
+        the path of the operation, such as `layers.3.mlp`.
     """
     args = ", ".join(f"{v.name + ': ' if v.name else ''}{v.type}" for v in operands)
     path = current_path()
@@ -202,7 +223,10 @@ def append(
 ) -> tuple[Value, ...]:
     """Append an operation to the function being built and return its results.
 
-    The operation is not checked. results: the types of the results.
+    The operation is not checked.
+
+    kind: what it computes, such as "add".
+    results: the type of each result.
     """
     for operand in operands:
         if not isinstance(operand, Value):
@@ -215,7 +239,7 @@ def append(
 def parameter(param: Param) -> Value:
     """Return the value of `param` in the function being built.
 
-    For the first use of `param` in the function, an operation that reads it is appended.
+    At its first use in the function, this appends an operation that reads the parameter.
     """
     top = _top()
     top.module.add_param(param)

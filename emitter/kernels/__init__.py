@@ -1,5 +1,6 @@
 """Kernels as MLIR text, each with the shapes of its operands and a NumPy reference.
 
-A module's docstring has the kernel as pseudo-code, with the shapes of values in brackets. The right
-column has remarks, such as where a value is stored: in registers, on the stack or in memory.
+The docstring of a module shows its kernel as pseudo-code, with the shapes of values in brackets.
+The
+right column has remarks, such as where a value is stored: in registers, on the stack or in memory.
 """

@@ -1,23 +1,23 @@
 """Compute attention of one new token: rotary embedding, cache append and softmax in one dispatch.
 
-In a short context, each workgroup computes one kv head at all positions. In a long context, each
-workgroup computes several kv heads at a part of the positions, so that all threads read equal parts
-of the cache in memory order:
+In a short context, a workgroup computes attention to all positions, for the query heads of one kv
+head. In a long context, it does so for several kv heads, but to a part of the positions only: all
+threads then read equal parts of the cache in memory order.
 
-    each workgroup: its kv heads with their query heads
-      q [heads, head_dim] = scale * rope(norm(q))                                                        stack
+    each workgroup:
+      q [query heads, head_dim] = scale * rope(norm(q))                                                  stack
       short context, or first part of a long context:
         append rope(norm(k)) and v of the token to the caches, and start the softmax with them          memory
       for tile of positions before the token: update the softmax                  as in `attention.workgroup`
-      short context: out [heads, head_dim] = weighted sum of values / sum of weights                    memory
+      short context: out [query heads, head_dim] = weighted sum of values / sum of weights              memory
       long context: store the weighted sum of values and the sum of weights in `parts`                  memory
         the workgroup that finishes last combines the sums of all workgroups and stores out             memory
 
 The token's own key and value come from qkv, so no workgroup reads a cache row that this dispatch
 writes.
 
-A batch of sequences with one token each takes one dispatch. The results have the same bits as one
-dispatch for each sequence.
+One dispatch can also compute a batch: one token of each of several sequences. The results then have
+the same bits as with one dispatch for each sequence.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,14 +43,17 @@ UNIT = 32  # the positions of a part are a multiple of this: smaller parts repea
 
 @dataclass(frozen=True)
 class DecodeTokens:
-    """The tokens of one call of a decode kernel, one for each of `count` rows of qkv.
+    """Which tokens one call of a decode attention kernel computes.
 
-    kind "one": the next token of a sequence.
-    kind "batch": one token of each of `count` sequences. A row with a negative position is idle,
-        and its result is zero.
-    kind "chunk": consecutive tokens of one sequence, whose keys and values are already in the
-        caches. The kernel's operand `start` is the position of the first token, and `length` the
-        number of tokens. Rows from `length` on are idle.
+    The kernel's operand qkv (the fused projection of q, k and v) has `count` rows, one for each
+    token. A row without a token is idle, and its result is zero.
+
+    kind: where the tokens come from.
+        "one": the next token of a sequence.
+        "batch": one token of each of `count` sequences. Rows with a negative position are idle.
+        "chunk": consecutive tokens of one sequence, whose keys and values are already in the
+            caches. The kernel's operand `start` is the position of the first token, and `length`
+            the number of tokens. Rows from `length` on are idle.
     """
 
     kind: str = "one"
@@ -71,10 +74,11 @@ class DecodeTokens:
         return {"position": TensorType((self.count,) if self.kind == "batch" else (), I32)}
 
     def position(self, b: Body, given: Mapping[str, Ssa], row: Index) -> tuple[Ssa, Ssa | None]:
-        """Return the position of the token in row `row`, and whether the row is idle (an i1).
+        """Emit code that computes the position of the token in row `row` of qkv.
 
-        The second value is None if no row can be idle. given: memrefs of the kernel's operands, by
-        name.
+        Returns (position, idle). idle is an i1: whether the row has no token to compute. It is None
+        for the kind "one", whose row is never idle.
+        given: memrefs of the kernel's operands, by name.
         """
         if self.kind == "one":
             return b.to_index(b.load(given["position"])), None
@@ -85,11 +89,12 @@ class DecodeTokens:
         return position, b.negate(b.less(row, b.to_index(b.load(given["length"]))))
 
     def runs(self, given: Mapping[str, np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield the consecutive tokens of each sequence, for references in NumPy.
+        """Yield the tokens of each sequence, for the NumPy references of kernels.
 
-        An item is (index of the sequence, first row of qkv, positions i64 [n]): the n tokens are in
-        n consecutive rows. Idle rows are left out. given: the kernel's operands as NumPy arrays, by
-        name.
+        An item is (index of the sequence, first row of qkv, positions i64 [n]). It stands for n
+        consecutive tokens, which are in n consecutive rows of qkv. Rows without a token are left
+        out.
+        given: the kernel's operands as NumPy arrays, by name.
         """
         if self.kind == "one":
             yield 0, 0, np.reshape(given["position"], 1)
@@ -100,19 +105,22 @@ class DecodeTokens:
             yield from ((i, i, np.array([at])) for i, at in enumerate(given["position"].tolist()) if at >= 0)
 
     def item(self, b: Body, units: int) -> tuple[Index, Index]:
-        """Return (row of qkv that this workgroup computes, index of the workgroup for this row).
+        """Return this workgroup's row of qkv, and its index among the workgroups of that row.
 
-        units: number of workgroups that compute a row. The index is in 0 .. units - 1.
+        units: number of workgroups of a row. The index is from 0 to units - 1.
         """
         unit = b.workgroup()
         return (0, unit) if self.kind == "one" else (b.div(unit, units), b.rem(unit, units))
 
     def layer(self, b: Body, layer: Index, row: Index, layers: int) -> Index:
-        """Return the index of a layer of the token's sequence in dimension 0 of the caches.
+        """Return where a layer of the token's sequence is in the caches: an index in dimension 0.
 
         In a batch, this dimension has all layers of the first sequence, then all layers of the
-        second, and so on. layer: index of the layer in the model. row: row of the token in qkv; in
-        a batch, this is the index of the sequence. layers: size of dimension 0.
+        second, and so on; otherwise the index is `layer`.
+
+        layer: index of the layer in one sequence.
+        row: row of the token in qkv; in a batch, this is also the index of its sequence.
+        layers: size of dimension 0.
         """
         return b.add(b.mul(row, layers // self.count), layer) if self.kind == "batch" else layer
 
@@ -128,23 +136,30 @@ def attention_decode(
     splits: int = 8,
     split_from: int | None = None,
 ) -> Kernel:
-    """Return the kernel of attention for one token in each row of qkv.
+    """Return the kernel that computes attention for one token in each row of qkv.
 
     The kernel normalises and rotates q and k, appends k and v to the caches, and computes
     attention. If `tokens` is a chunk of a prompt, k and v must already be in the caches, and the
     kernel does not append them.
 
-    Operands: qkv f32 [T, layout.row] with T = tokens.count; cos, sin, q_norm, k_norm as in
-        `HeadLayout.operands`; sinks f32 [heads] if `scores.sinks`; position i32 (for a batch [T],
-        for a chunk start i32 and length i32 instead); k_cache, v_cache; counters, i32 [n]; layer,
-        an index.
-    Results: out f32 [T, heads * head_dim]; k_cache, v_cache and counters, in place; parts, scratch
-        memory for partial results.
+    Operands, with T = tokens.count:
+        qkv: f32 [T, layout.row], rows of the fused projection
+        cos, sin, q_norm, k_norm: as in `HeadLayout.operands`
+        sinks: f32 [heads], extra scores of the softmax, if `scores.sinks`
+        position: i32, or i32 [T] for a batch; a chunk has start i32 and length i32 instead
+        k_cache, v_cache: the caches of all layers
+        counters: i32 [n], shared by all layers
+        layer: index of the layer
+    Results:
+        out: f32 [T, heads * head_dim]
+        k_cache, v_cache: updated in place; a chunk does not have these results
+        counters: updated in place
+        parts: scratch memory for partial results
 
     A context of more than `split_from` positions (None: a default) is divided among at most
     `splits` workgroups; `splits` must be a power of two. The counters count the workgroups that
-    have finished, so that the last one combines the results. All layers share the counters. They
-    must be zero before the first call, and are zero after each call.
+    have finished, so that the last one combines the results. They must be zero before the first
+    call, and are zero after each call.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
     context, cache = caches.context, caches.format
@@ -249,9 +264,11 @@ def attention_decode(
 
 
 def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
-    """Return the number of kernel calls among which the query heads of a kv head are divided.
+    """Return into how many kernel calls attention must be split, so that each fits on the stack.
 
-    It is the smallest number with which the queries and partial results of a call fit on the stack.
+    Each call computes an equal part of the query heads of every kv head, and has their queries and
+    partial results on the stack. The result is the smallest sufficient number. It is 1 if a norm is
+    computed over all heads, because such a norm cannot be split.
     """
     if layout.qk_norm_row:  # a norm over complete rows needs all heads
         return 1
@@ -274,16 +291,17 @@ def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
 
 
 class _Parts:
-    """Partial results of attention, one from each workgroup that computes a part of the context.
+    """Partial results of attention over a long context, which several workgroups compute together.
 
-    A partial result of a query head has a reference, which is close to the max score, and sums of
-    weights w = exp(score - reference). For T rows of qkv, the memref `scratch` has three arrays:
+    Each workgroup computes a part of the positions. Its partial result for a query head has a
+    reference, which is close to the max score, and sums of weights w = exp(score - reference).
 
-    - [T, heads, splits, head_dim]: sums of w * value
-    - [T, heads, splits]: references
-    - [T, heads, splits]: sums of w
-
-    rows: T, and the index of the token's row.
+    scratch: memref of the partial results. It has three arrays, one after the other:
+        [T, heads, splits, head_dim]: sums of w * value
+        [T, heads, splits]: references
+        [T, heads, splits]: sums of w
+    rows: (T, row): the number of rows of qkv, and the row of the token.
+    splits: the max number of workgroups among which the positions are divided. hd: head_dim.
     """
 
     def __init__(self, b: Body, scratch: Ssa, rows: tuple[int, Index], heads: int, splits: int, hd: int):
@@ -307,10 +325,11 @@ class _Parts:
                 b.vstore(value, self.scratch, b.add(b.mul(row, self.hd), d.index))
 
     def join(self, head: Ssa, count: Index, out: Ssa, width: int) -> None:
-        """Emit code that combines the results of `count` workgroups for query head `head`.
+        """Emit code that combines the partial results for query head `head`, and stores the result.
 
-        out: memref f32 [T, heads * head_dim], in which the code stores the combined result. width:
-        number of elements of a vector.
+        count: number of workgroups that have stored a partial result.
+        out: memref f32 [T, heads * head_dim] of the combined results.
+        width: number of elements of a vector.
         """
         b, splits = self.b, self.splits
         row = b.mul(b.add(self.before, head), splits)

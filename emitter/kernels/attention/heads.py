@@ -1,8 +1,8 @@
 """Prepare query and key heads for attention: RMS norm and rotary embedding.
 
 A row of the fused qkv projection has all query heads, then the key heads, then the value heads.
-Optional RMS norms of queries and keys (Qwen 3, Gemma 3: over a head; OLMo 2: over the complete row)
-come before the rotation, as in HF.
+Optional RMS norms of queries and keys come before the rotation, as in HF. A norm is computed over
+each head (Qwen 3, Gemma 3), or over all query heads or all key heads of a row (OLMo 2).
 
     prepared(x [head_dim]), vector by vector in registers:
       x = x / sqrt(mean(x^2) + eps) * weight                        with a norm; a first pass computes the mean
@@ -69,12 +69,13 @@ class HeadLayout:
         return "_".join(parts)
 
     def operands(self, context: int) -> dict[str, TensorType]:
-        """Return the types of the operands that norm and rotation of q and k need, by name.
+        """Return the types of the operands for norms and rotary embedding, by name.
 
-        cos, sin: f32 [context, rotary_dim / 2], if there is rotary embedding.
-        q_norm, k_norm, v_norm: weights of the norms, if there are norms. A norm over a head has the
-            shape f32 [head_dim], a norm over a complete row f32 [heads * head_dim] or [kv_heads *
-            head_dim].
+        cos, sin: f32 [context, rotary_dim / 2], a row for each position; left out without rotary
+            embedding.
+        q_norm, k_norm, v_norm: weights of the norms; left out without a norm. A norm of each head
+            has the shape f32 [head_dim]. A norm over all heads has f32 [heads * head_dim] for q,
+            and f32 [kv_heads * head_dim] for k.
         """
         types: dict[str, TensorType] = {}
         if self.rotary_dim is not None:
@@ -89,9 +90,10 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class Span:
-    """The elements of the memref `buffer` from index [*lead, offset] on, such as a head in a row.
+    """A range of elements in the last dimension of a memref, such as one head in a row of qkv.
 
     lead: the indices in all dimensions of `buffer` but the last.
+    offset: the index in the last dimension where the range begins.
     """
 
     buffer: Ssa
@@ -117,11 +119,14 @@ def prepare_head(
     position: Index,
     scale: float = 1.0,
 ) -> None:
-    """Emit code that normalises, rotates and scales the head at `source`, and stores the result.
+    """Emit code that normalises and rotates one query or key head, and multiplies it by `scale`.
 
-    kind: "q" or "k". head: index of the head among the heads of this kind. given: memrefs of the
-    kernel's operands (`HeadLayout.operands`) by name. position: position of the token, which
-    selects a row of cos and of sin. scale: factor for all elements of the head.
+    lanes: the number of f32 elements of a vector register.
+    kind: "q" or "k".
+    head: index of the head among the query heads, or among the key heads.
+    source, target: where the code loads the head, and where it stores the result.
+    given: memrefs of the kernel's operands (`HeadLayout.operands`), by name.
+    position: position of the token, which selects a row of cos and of sin.
     """
     hd = layout.head_dim
     inverse = None
@@ -163,10 +168,13 @@ def prepare_head(
 def prepared_heads(
     layout: HeadLayout, qkv: np.ndarray, positions: np.ndarray, given: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Normalise and rotate q and k in NumPy; return (q, k, v).
+    """Normalise and rotate the heads of T tokens in NumPy; return (q, k, v).
 
-    q is f64 [T, heads, head_dim]; k and v are f64 [T, kv_heads, head_dim]. qkv: [T, layout.row].
-    positions: [T]. given: the kernel's operands (`HeadLayout.operands`) by name.
+    q is f64 [T, heads, head_dim]; k and v are f64 [T, kv_heads, head_dim]. v is not rotated.
+
+    qkv: [T, layout.row], rows of the fused qkv projection.
+    positions: [T], the positions of the tokens.
+    given: the kernel's operands (`HeadLayout.operands`), by name.
     """
     T, hd = len(qkv), layout.head_dim
     q, k, v = np.split(qkv.astype(np.float64), [layout.keys, layout.keys + layout.kv_heads * hd], axis=-1)
@@ -185,7 +193,7 @@ def prepared_heads(
 
 
 def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, rotary_dim: int) -> np.ndarray:
-    """Apply rotary embedding to x [T, heads, head_dim] in NumPy, as in HF.
+    """Apply rotary embedding to x [T, heads, head_dim] in NumPy, as in HF; return the result.
 
     cos, sin: [T, rotary_dim / 2]. Elements of a head from index `rotary_dim` on do not change.
     """

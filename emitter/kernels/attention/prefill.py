@@ -1,8 +1,8 @@
 """Compute attention of a chunk of tokens, causal or bidirectional, in tiles in registers.
 
-This is the online softmax of flash attention (Dao et al. 2022). A workgroup computes a few tiles. A
-tile has `columns` (token, query head) pairs of one kv head, one pair in each vector lane, so the
-softmax needs no sums across lanes:
+This is the online softmax of flash attention (Dao et al. 2022). A workgroup computes a few tiles,
+one after the other. The columns of a tile are (token, query head) pairs; all these query heads use
+the same kv head. Each pair is in one lane of a vector, so the softmax needs no sums across lanes:
 
     for tile:
       q^T [head_dim, columns] = scale * log2(e) * q                                                stack
@@ -14,9 +14,10 @@ softmax needs no sums across lanes:
         out += scores^T @ v_cache[layer, keys, kv head]                                            memory
       out = out / sums; zeros in the rows of padding
 
-Both matmuls add up a part of their result in registers: `rows` keys x `columns` pairs of the
-scores, and `out_columns` pairs x `out_vectors` vectors of out. An f32 cache is read in place. The
-keys of other caches are converted to f32 on the stack, `depth` elements of each key at a time.
+Each of the two matmuls computes one part of its result at a time, with the sums in registers. A
+part of the scores is `rows` keys x `columns` pairs. A part of out is `out_columns` pairs x
+`out_vectors` vectors. An f32 cache is read in place. The keys of other caches are converted to f32
+on the stack, `depth` elements of each key at a time.
 
 Tiles of later tokens attend to more keys. They are computed first, and each workgroup gets long and
 short tiles, so that all threads finish at about the same time.
@@ -44,15 +45,19 @@ DEPTH = 64  # max elements of a key that are converted to f32 at a time
 
 @cache
 def attention_prefill(caches: Caches, T: int, layout: HeadLayout, scores: Scores, *, isa: Isa, threads: int = 2) -> Kernel:
-    """Return the kernel of attention for a chunk of T tokens.
+    """Return the kernel that computes attention for a chunk of T tokens of one sequence.
 
     The keys and values of these tokens must already be in the caches, so the kernel `rope_append`
     must run first. threads: number of threads that will run the workgroups.
 
-    Operands: q f32 [T, heads * head_dim], rotated; start i32, the position of the first token;
-    length i32, the number of tokens that are not padding; sinks f32 [heads] if `scores.sinks`;
-    k_cache, v_cache; layer, an index. Result: out f32 [T, heads * head_dim]; rows from `length` on
-    are zero.
+    Operands:
+        q: f32 [T, heads * head_dim], rotated
+        start: i32, the position of the first token
+        length: i32, the number of tokens that are not padding
+        sinks: f32 [heads], extra scores of the softmax, if `scores.sinks`
+        k_cache, v_cache: the caches of all layers
+        layer: index of the layer
+    Result: out f32 [T, heads * head_dim]; rows from `length` on are zero.
     """
     heads, kv_heads, hd, group, window = layout.heads, layout.kv_heads, layout.head_dim, layout.group, scores.window
     context, cache = caches.context, caches.format
@@ -130,10 +135,13 @@ def attention_prefill(caches: Caches, T: int, layout: HeadLayout, scores: Scores
 class _Shape:
     """The tile sizes of `attention_prefill`, such that a tile fits in registers and on the stack.
 
-    columns: number of (token, query head) pairs of a tile, in `vectors` vectors of `width` lanes.
-    rows: number of keys whose scores are computed in registers at a time.
-    out_columns, out_vectors: the part of the result that is computed in registers at a time: for
-        each of `out_columns` pairs, `out_vectors` vectors of `out_width` elements of head_dim.
+    A tile is computed for `self.columns` (token, query head) pairs, in `vectors` vectors of `width`
+    lanes. In registers at a time are:
+    - the scores of `rows` keys, for all pairs of the tile
+    - a part of the result: `out_vectors` vectors of `out_width` elements of head_dim, for each of
+      `out_columns` pairs
+
+    The argument columns is the number of all pairs that use one kv head. hd: head_dim.
     """
 
     def __init__(self, columns: int, hd: int, isa: Isa, cache: Cache):
@@ -170,12 +178,16 @@ class _Shape:
 
 
 class _Tile:
-    """A writer of the code for one tile: `shape.columns` (token, query head) pairs of one kv head.
+    """A code generator for one tile: attention of some (token, query head) pairs.
 
-    Each pair is a column of the tile. The code stores on the stack, for each column: the maximum
-    and the sum of the online softmax; in `limits`, the position of the token; in `tokens`, the row
-    of `out` that has the result of the column; in `offsets`, the element of this row where the
-    result begins.
+    The tile has `shape.columns` pairs, each in a column of its own. All its query heads use the
+    same kv head. For each column, the code stores on the stack:
+    - in `maxima` and `sums`, the maximum and the sum of the online softmax
+    - in `limits`, the position of the token
+    - in `tokens` and `offsets`, the row of `out` that has the result of the column, and the index
+      in this row where the result begins
+
+    group: number of query heads that use one kv head. keys, values: access to the caches.
     """
 
     def __init__(self, b: Body, shape: _Shape, group: int, how: Scores, layer: Ssa, keys: Rows, values: Rows):
@@ -192,12 +204,17 @@ class _Tile:
             self.keys = b.stack(shape.rows, shape.depth)
 
     def begin(self, column: Index, head: Index, q: Ssa, out: Ssa, start: Index, real: Index, sinks: Ssa | None) -> None:
-        """Emit code that stores the scaled, transposed queries on the stack and starts the softmax.
+        """Emit code that starts a tile: it stores the queries on the stack and resets the softmax.
 
-        The code also sets the tile's result in `out` to zero. column: index of the tile's first
-        (token, query head) pair among all pairs of kv head `head`. q, out, sinks: memrefs of the
-        kernel's operands and result. start: position of the first token. real: number of tokens
-        that are not padding.
+        The queries are scaled and transposed. The code also sets the tile's result in `out` to
+        zero.
+
+        column: number of the tile's first (token, query head) pair, where the pairs of a kv head
+            are numbered token by token.
+        head: index of the kv head.
+        q, out, sinks: memrefs of the kernel's operands and result.
+        start: position of the first token of the chunk.
+        real: number of tokens that are not padding.
         """
         b, shape = self.b, self.shape
         self.column, self.head, self.token = column, head, b.div(column, self.group)
@@ -234,7 +251,9 @@ class _Tile:
     def block(self, first: Ssa, end: Ssa, out: Ssa) -> None:
         """Emit code that adds a block of keys and their values to the online softmax of the tile.
 
-        The block has positions first .. min(first + KEYS, end) - 1.
+        The block has the positions from `first` to first + KEYS - 1, but ends before position
+        `end`.
+        out: memref of the kernel's result.
         """
         b, shape = self.b, self.shape
         count = b.min(b.sub(end, first), KEYS)
@@ -246,10 +265,13 @@ class _Tile:
             self.add_values(c.index, d.index, first, count, out)
 
     def score_rows(self, first: Index, last: Index, j: Index) -> None:
-        """Emit code that stores the scores of `shape.rows` keys in `self.scores` from row `j` on.
+        """Emit code that computes the scores of `shape.rows` keys with all queries of the tile.
 
-        The score of a masked key is NEVER, -1e30. first: position of the first key. last: last
-        position that the tile attends to.
+        The scores are stored in `self.scores`, a row for each key. Masked scores are NEVER, -1e30.
+
+        first: position of the first of these keys. The others follow it.
+        last: last position that the tile attends to.
+        j: row of the first key in `self.scores`.
         """
         b, shape = self.b, self.shape
         rows = [b.min(b.add(first, i), last) for i in range(shape.rows)]
@@ -294,11 +316,14 @@ class _Tile:
                 b.vstore(b.select(seen, score, never), self.scores, b.add(j, i), c)
 
     def dots(self, first: Index, count: int, sums: list[Ssa], key: Callable[[int, Index], Ssa]) -> Sequence[Ssa]:
-        """Emit code that adds dot products of keys and the tile's queries; return the new sums.
+        """Emit code that adds to the dot products of `shape.rows` keys and all queries of the tile.
 
-        The code multiplies `shape.rows` keys and all queries of the tile, elements first .. first +
-        count - 1 of each. sums: for each key in turn, `shape.vectors` vectors with a sum for each
-        query. key(i, d): returns element first + d of key i.
+        The code multiplies elements first .. first + count - 1 of keys and queries, and adds the
+        results to `sums`. Returns the new sums.
+
+        sums: a sum for each key and query. First come the vectors of the first key, which have a
+            lane for each query, then those of the second key, and so on.
+        key(i, d): returns element first + d of key i.
         """
         b, shape = self.b, self.shape
 
@@ -333,12 +358,15 @@ class _Tile:
             b.vstore(total, self.sums, c)
 
     def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Ssa) -> None:
-        """Emit code that adds the weighted values of a block of positions to a part of `out`.
+        """Emit code that computes out = rescale * out + weights @ values for a part of the tile.
 
-        The code computes out = rescale * out + weights @ values. On the stack are the softmax
-        weights, and `rescale`, a factor for each column that adapts `out` to a new maximum score.
-        The values are those of `count` positions from `first` on. The part of `out` fits in
-        registers, and begins at `column` of the tile and at element `d` of head_dim.
+        rescale and the softmax weights are on the stack. rescale has a factor for each column,
+        which adapts the result so far to a new maximum score.
+
+        column, d: where the part begins: column of the tile, and element of head_dim. Its size is
+            `shape.out_columns` columns, and `shape.out_vectors` vectors of each.
+        first, count: the values are those of positions first .. first + count - 1 in the cache.
+        out: memref of the kernel's result.
         """
         b, shape = self.b, self.shape
         width = shape.out_width
