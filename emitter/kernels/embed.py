@@ -1,11 +1,13 @@
-"""Look up embedding rows in a packed weight, which a tied output head can share.
+"""Look up rows of an embedding table on a CPU; a tied output head can use the same table.
 
-each workgroup: a share of the tokens
-  for token in share:
-    id = ids[token], clamped to the vocabulary
-    for k in steps of `depth`:
-      panel [depth, 16] = decoded elements k .. k + depth - 1 of 16-row block id / 16              stack
-      for j in depth: out[token, k + j] = panel[j, id % 16]                                      memory
+The table is packed: its rows are in blocks of 16 rows, one for each lane of a vector. So the kernel
+decodes all 16 rows, a few hundred (`depth`) columns at a time, and copies one of them:
+
+    for token in tokens of the workgroup:
+      id = ids[token], clamped to the vocabulary
+      for k in 0, depth, 2 * depth, ...:
+        panel [depth, 16] = columns k .. k + depth - 1 of the 16 rows of block id / 16, decoded
+        out[token, k .. k + depth - 1] = panel[:, id % 16]
 """
 
 from functools import cache
@@ -26,10 +28,15 @@ MAX_WORKGROUPS = 64
 
 @cache
 def embed(codec_name: str, vocab: int, hidden: int, T: int, *, isa: Isa) -> Kernel:
-    """Return the kernel that copies rows of a packed embedding table, dequantised to f32.
+    """Return the kernel that looks up T rows of a packed embedding table, dequantised to f32.
 
-    Operands: ids i32 [T], clamped to the vocabulary; weight i8, packed for kernels (shape:
-    `packed_shape`). Result: y f32 [T, hidden].
+    codec_name: format of the table, such as "q4_k".
+
+    Operands:
+        ids: i32 [T]; ids outside the vocabulary are clamped to it.
+        weight: the table [vocab, hidden], packed in blocks of 16 rows: i8, see `packed_shape`.
+    Result:
+        y: f32 [T, hidden].
     """
     codec = codec_of(codec_name)
     shape = packed_shape(codec_name, vocab, hidden)

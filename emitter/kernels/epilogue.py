@@ -1,4 +1,4 @@
-"""Epilogues of matmul kernels: a GLU with its activation, bias and residual."""
+"""Epilogues of matmuls, applied to dot products before storing: activation, GLU, bias, residual."""
 
 from collections.abc import Mapping
 from math import erf, pi, sqrt
@@ -42,10 +42,14 @@ ACTIVATIONS = {
 
 
 def combine(b: Body, glu: str | None, dots: list[list[Ssa]]) -> list[Ssa]:
-    """Return 16 results of a matmul, as f32 vectors: act(gate) * up with a GLU, else dot products.
+    """Emit code that applies a GLU, if any, to dot products; return 16 results of a matmul.
 
-    glu: name of the activation, or None. dots: the dot products with 16 rows of the weight, as a
-    list of vectors; with a GLU, one such list for gate, and one for up.
+    The results are a list of f32 vectors: act(gate) * up with a GLU, otherwise the dot products
+    themselves.
+
+    glu: name of the activation, or None for no GLU.
+    dots: [dot products], or with a GLU [those of gate, those of up]. Each item has the dot products
+        with 16 rows of the weight, as a list of f32 vectors.
     """
     if glu is None:
         return dots[0]
@@ -54,10 +58,11 @@ def combine(b: Body, glu: str | None, dots: list[list[Ssa]]) -> list[Ssa]:
 
 
 def with_operands(b: Body, y: Ssa, buffers: Mapping[str, Ssa], row: Index, column: Index) -> Ssa:
-    """Return y plus the bias and the residual of a matmul, if `buffers` has them.
+    """Emit code that adds a matmul's bias and residual, if any, to its result y; return the sum.
 
-    y: one result, or a vector of results, which begins at index (row, column) of the matmul's
-    result. buffers: memrefs by name, such as "bias" f32 [out] and "residual" f32 [tokens, out].
+    y: the element (row, column) of the matmul's result, or a vector of elements from there on.
+    buffers: memrefs by name. If it has "bias" f32 [out] or "residual" f32 [tokens, out], they are
+        added.
     """
     for name, at in (("bias", (column,)), ("residual", (row, column))):
         if name in buffers:

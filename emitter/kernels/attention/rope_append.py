@@ -1,12 +1,15 @@
-"""Apply rotary embedding to queries and keys of a chunk, and append keys and values to KV caches.
+"""Apply rotary embedding to the queries and keys of a chunk, and append its keys and values.
 
-    each workgroup: `rows` tokens t of qkv [T, (heads + 2 * kv_heads) * head_dim]
-      for head in heads: out[t, head] = prepared(qkv[t, head])                                       memory
+A chunk is T consecutive tokens of one sequence; those from index `length` on are padding.
+
+    each workgroup: ROWS tokens t of qkv [T, heads + 2 * kv_heads, head_dim]
+      for head in heads: q[t, head] = prepared(qkv[t, head])
       if t < length: for head in kv_heads:
-        k[layer, start + t, head] = stored(prepared(qkv[t, heads + head]))                           memory
-        v[layer, start + t, head] = stored(qkv[t, heads + kv_heads + head])                          memory
+        k_cache[layer, start + t, head] = stored(prepared(qkv[t, heads + head]))
+        v_cache[layer, start + t, head] = stored(qkv[t, heads + kv_heads + head])
 
-`prepared`: norm and rotation (`attention.heads`); `stored`: in the format of the cache.
+prepared(x): a head after the RMS norm, if the model has one, and the rotary embedding.
+stored(x): a head in the format of the KV cache, such as q8_0.
 """
 
 from functools import cache
@@ -25,12 +28,23 @@ ROWS = 4  # tokens of a workgroup
 
 @cache
 def rope_append(caches: Caches, T: int, layout: HeadLayout, *, isa: Isa) -> Kernel:
-    """Return the kernel that normalises and rotates q and k of T tokens, and appends k and v.
+    """Return the kernel that rotates q and k of T tokens, and appends k and v to the KV caches.
 
-    Operands: qkv f32 [T, layout.row]; cos, sin, q_norm, k_norm as in `HeadLayout.operands`; start
-    i32, the position of the first token; length i32, the number of tokens that are not padding;
-    k_cache, v_cache; layer, an index.
-    Results: q f32 [T, heads * head_dim]; k_cache and v_cache, in place, without padding.
+    If `layout` has norms, the kernel normalises q and k before it rotates them.
+
+    caches: shape and format of the KV caches.
+    layout: number and size of the heads, and how q and k are normalised and rotated.
+
+    Operands:
+        qkv: f32 [T, layout.row], the heads of q, then of k, then of v.
+        cos, sin, q_norm, k_norm: tables and weights, see `HeadLayout.operands`.
+        start: i32, position of the first token.
+        length: i32, number of tokens that are not padding.
+        k_cache, v_cache: the KV caches of all layers.
+        layer: index of the layer.
+    Results:
+        q: f32 [T, heads * head_dim].
+        k_cache, v_cache: updated in place; keys and values of padding are not stored.
     """
     hd = layout.head_dim
     scalar = TensorType((), I32)

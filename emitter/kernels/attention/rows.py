@@ -1,12 +1,13 @@
 """Emit code that appends rows to a KV cache (`emitter.kv_cache`) and reads them as f32.
 
-append to a q8_0 cache: for each group of elements of a head
-  d = max |x| / 127; n = round(x * (127 / max |x|))
-  row[group] = d, n                                                                                  memory
-read: x = f32(n) * d                             d is loaded once for each group of a row          registers
+A row is the key or the value of one kv head at one position. In a q8_0 cache, a group of elements
+of a row shares a scale d:
+
+    append: d = max |x| / 127; n = round(x * (127 / max |x|)); store d and the int8 numbers n
+    read:   x = f32(n) * d
 
 A cache may be a ring buffer of n positions, which stores position p at index p modulo n. Kernels
-iterate over positions in order, so they give the same bits for a ring as for a full cache.
+iterate over positions in order, so results are bitwise the same for a ring buffer and a full cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,13 +23,13 @@ from castiron.emitter.types import TensorType
 class Caches:
     """The shape and format of the two KV caches that attention kernels read and write.
 
-    layers: size of dimension 0 of a cache: the layers of one sequence, or in a batch the layers of
-        all its sequences.
+    layers: size of dimension 0 of a cache: number of layers, times the number of sequences of a
+        batch.
     context: max number of positions of a sequence.
-    format: storage format of the key or value of a head.
-    ring: number of positions that a layer stores if the caches are ring buffers, otherwise None. It
-        must exceed the attention window, and for a chunk of T tokens it must be at least window +
-        T.
+    format: how the elements are stored: f32, f16 or q8_0.
+    ring: number of positions that a layer stores if the caches are ring buffers, otherwise None. A
+        ring buffer must be larger than the attention window. If a kernel appends chunks of T
+        tokens, the ring buffer must have at least window + T positions.
     """
 
     layers: int
@@ -38,7 +39,7 @@ class Caches:
 
     @property
     def positions(self) -> int:
-        """Return the number of positions that a layer of a cache stores."""
+        """Return the number of positions that a cache stores for each layer."""
         return self.ring or self.context
 
     @property
@@ -53,10 +54,15 @@ class Caches:
 
 @dataclass(frozen=True)
 class Rows:
-    """A writer of code that accesses the rows of a KV cache.
+    """Emits code that reads and appends rows of one KV cache.
 
-    A row is one key or value of a kv head. The argument `at` of the methods is the (layer,
-    position, kv head) of a row. buffer: memref of the cache. width: number of elements of a vector.
+    A row is the key or the value of one kv head at one position.
+
+    buffer: memref of the cache.
+    width: number of elements of the f32 vectors that are read and stored.
+
+    Common argument of the methods:
+    at: the (layer, position, kv head) of a row.
     """
 
     b: Body
@@ -79,11 +85,13 @@ class Rows:
     def append(
         self, at: Sequence[Index], read: Callable[[Index], Ssa], on_store: Callable[[Index, Ssa], None] | None = None
     ) -> None:
-        """Emit code that stores a key or value in the cache.
+        """Emit code that stores a key or value in the cache, one vector after the other.
 
-        read(d): returns the f32 vector to store, whose first element is element d of the row.
-        on_store(d, x): called after each store. x is the stored vector, rounded to the cache's
-        format and converted back to f32.
+        at: (layer, position, kv head).
+        read(d): returns the f32 vector to store for the elements from index d on.
+        on_store(d, x): called after the code that stores the vector from index d on has been
+            emitted. x is this vector as a read from the cache gives it: rounded to the cache's
+            format, in f32.
         """
         b, group, at = self.b, self.cache.group(self.head_dim), self.indices(at)
         if not self.cache.grouped:
@@ -105,7 +113,10 @@ class Rows:
                     on_store(b.add(first, k), b.mulf(numbers_of(b, x), factor))
 
     def prefetch(self, at: Sequence[Index], near: bool = True) -> None:
-        """Emit prefetches of one row of the cache, into the L1 cache if `near`, else into L2."""
+        """Emit prefetches of one row of the cache, into the L1 cache if `near`, else into L2.
+
+        at: (layer, position, kv head) of the row.
+        """
         per_line, at = 8 * CACHE_LINE // self.cache.dtype.bits, self.indices(at)
         offsets: list[tuple[int, ...]] = [(d,) for d in range(0, self.head_dim, per_line)]
         if self.cache.grouped:
@@ -114,11 +125,15 @@ class Rows:
             self.b.prefetch(self.buffer, *at, *indices, near=near)
 
     def part(self, at: Sequence[Index], first: Index, size: int) -> Callable[[int], Ssa]:
-        """Return a function load(offset) that emits a load of one f32 vector of a row.
+        """Return a function load(offset), which emits a load of one f32 vector of a row.
 
-        The vector begins at element first + offset. size: number of elements from `first` on that
-        may be loaded; it must divide `first`. In a quantised cache, in which groups of elements
-        share a scale, these elements must be complete groups or be in one group.
+        The vector has the elements of the row from index first + offset on.
+
+        at: (layer, position, kv head) of the row.
+        first: a multiple of `size`.
+        size: `load` may only load elements first .. first + size - 1. In a q8_0 cache, groups of
+            elements share a scale. Then these elements must be complete groups, or all of them in
+            one group.
         """
         b, group, scales, at = self.b, self.cache.group(self.head_dim), dict[int, Ssa](), self.indices(at)
         if not self.cache.grouped:

@@ -1,4 +1,4 @@
-"""Attention scores: scale, mask and soft cap of all attention kernels; reference in NumPy."""
+"""How attention scales, soft-caps and masks its scores; a reference of attention in NumPy."""
 
 from dataclasses import dataclass
 
@@ -15,11 +15,12 @@ class Scores:
     """How attention computes scores and which positions it masks.
 
     scale: the score of q and k is s = scale * (q . k).
+    window: number of positions that a token attends to, its own included; None for no limit.
     softcap: if not None, the score is softcap * tanh(s / softcap) instead, as in Gemma 2.
-    window: number of positions that a token attends to, itself included; None for all.
-    sinks: whether the softmax of each head has one more score, a learned one without a key, as in
-        gpt-oss.
-    bidirectional: whether a token also attends to later positions, up to window - 1 of them.
+    sinks: whether each head has an attention sink, as in gpt-oss: a learned score that takes part
+        in the softmax, but has no key and no value.
+    bidirectional: whether a token also attends to later positions: to window - 1 of them, or to all
+        if `window` is None.
     """
 
     scale: float
@@ -38,7 +39,7 @@ class Scores:
         return {"sinks": TensorType((heads,), F32)} if self.sinks else {}
 
     def capped(self, b: Body, scores: Ssa) -> Ssa:
-        """Return a vector of scores after the soft cap, if there is one."""
+        """Emit code that applies the soft cap, if any, to a vector of scores; return the result."""
         if self.softcap is None:
             return scores
         cap = b.splat(self.softcap, scores.width)
@@ -48,8 +49,9 @@ class Scores:
 def by_position(rows: np.ndarray, end: int) -> np.ndarray:
     """Return the keys or values of positions 0 .. end - 1, in this order: [end, ...].
 
-    rows: one layer of a cache. Row p has position p. In a ring buffer of n rows, position p is in
-    row p modulo n.
+    rows: one layer of a KV cache, [n, ...]. It may be a ring buffer, which has position p in row p
+        modulo n. Then only the last n positions of the result are right, because older positions
+        have been overwritten.
     """
     return rows[np.arange(end) % len(rows)]
 
@@ -59,9 +61,12 @@ def attend(
 ) -> np.ndarray:
     """Compute attention in NumPy; return f64 [T, heads, head_dim].
 
-    q: [T, heads, head_dim]. k, v: [context, kv_heads, head_dim]. positions: positions of the T
-    tokens. In bidirectional attention, tokens attend to no position after the last of these. sinks:
-    [heads], or None for no sinks.
+    q: [T, heads, head_dim], already rotated.
+    k, v: keys and values by position, [positions, kv_heads, head_dim].
+    positions: the positions of the T tokens, in ascending order. In bidirectional attention, no
+        token attends to a position after the last one.
+    how: scale, mask and soft cap.
+    sinks: attention sinks [heads], or None.
     """
     nothing = np.full(q.shape[1], -np.inf) if sinks is None else sinks.astype(np.float64)
     group = q.shape[1] // k.shape[1]

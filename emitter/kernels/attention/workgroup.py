@@ -1,24 +1,26 @@
 """Emit a workgroup of `attention_decode`: attention of one token to a range of cached positions.
 
-This is the online softmax of flash attention (Dao et al. 2022) with one change. The weight of a
-score is exp(score - reference). A head's reference is raised to the max score only when a score
-exceeds it by more than SLACK, so almost no tile has to scale the sums down. The result is the same,
-because the factor exp(-reference) cancels:
+This is the online softmax of flash attention (Dao et al. 2022) with one change. In flash attention,
+a weight is exp(score - max), and each new max score requires scaling the sums down. Here, a weight
+is exp(score - reference). The reference of a head is raised to the max score only if a score
+exceeds it by more than SLACK, which is rare. The result is the same, because exp(-reference)
+cancels:
 
-    for tile of `tile` positions:
-      for `rows` positions at a time, for kv head, for `heads` of its query heads at a time:
-        scores [heads, rows] = q . k_cache[layer, positions, kv head], soft-capped      registers, then stack
-      for kv head, for `heads` of its query heads at a time:
-        if max(scores) > reference + SLACK: reference = max(scores); scale values and sums down
-        weights = exp(scores - reference); sums += weights                                              stack
-        values [heads, head_dim] += weights . v_cache[layer, positions, kv head]        registers, then stack
+    for each tile of TILE positions:
+      for each kv head and each of its query heads:
+        scores [positions] = q . k_cache[layer, positions, kv head], soft-capped
+      for each kv head and each of its query heads:
+        if max(scores) > reference + SLACK: reference = max(scores); scale `sum` and `values` down
+        weights = exp(scores - reference); sum += weights
+        values [head_dim] += weights . v_cache[layer, positions, kv head]
 
-At the end, the result of a head is its weighted sum of values, `values`, divided by its sum of
-weights, `sums`.
+    result of the query head = values / sum
 
-In a long range, the kernel reads ahead: it loads one word of each cache line of the next rows in
-memory order, a pattern that hardware prefetchers detect. It uses no prefetch instructions for this,
-because CPUs drop them when memory is busy.
+The code computes several positions and several query heads at a time, as registers allow.
+
+If the range is long, the kernel prefetches the next rows of the caches: it loads one word of each
+of their cache lines, in memory order, which starts the hardware prefetchers. It uses no prefetch
+instructions for this, because CPUs drop them when memory is busy.
 """
 
 from collections.abc import Mapping
@@ -37,7 +39,10 @@ SLACK = 30.0  # max difference of a score and its head's reference; e^30 is far 
 
 
 class Shape:
-    """The tile sizes and the stack size of a workgroup that computes at most `per` kv heads."""
+    """How many positions, heads and vectors a workgroup computes at a time, and its stack size.
+
+    per: max number of kv heads that the workgroup computes.
+    """
 
     def __init__(self, layout: HeadLayout, isa: Isa, per: int, cache: Cache):
         hd = layout.head_dim
@@ -63,8 +68,10 @@ class Shape:
 class Token:
     """The token that a workgroup computes attention for.
 
-    given: memrefs of the kernel's operands, by name. row: row of the token in qkv and in the
-    result. layer: index of the layer in dimension 0 of the caches.
+    given: memrefs of the kernel's operands, by name.
+    row: row of the token in the operand qkv and in the result.
+    position: position of the token in its sequence.
+    layer: index in dimension 0 of the KV caches.
     """
 
     given: Mapping[str, Ssa]
@@ -74,15 +81,16 @@ class Token:
 
 
 class Workgroup:
-    """A writer of the code of a workgroup, which computes attention of one token for some kv heads.
+    """Emits the code of a workgroup, which computes attention of one token for some kv heads.
 
     For each query head that uses these kv heads, the online softmax has three variables on the
     stack: a reference (close to the max score), a sum of weights, and a weighted sum of values.
 
-    Arguments of the methods:
+    Common arguments of the methods:
     g: index of a query head among all query heads of this workgroup.
-    head: index of a kv head. heads: a range of indices of query heads, among those that use this kv
-        head.
+    head: index of a kv head.
+    heads: some of the query heads that use kv head `head`, as a range of indices 0 .. n - 1, where
+        n is the number of query heads that use one kv head.
     """
 
     def __init__(self, b: Body, layout: HeadLayout, isa: Isa, shape: Shape, how: Scores, caches: Caches):
@@ -101,9 +109,11 @@ class Workgroup:
         self.values = b.stack(own_heads, self.hd)  # weighted values
 
     def begin(self, token: Token, first: Index, end: Index) -> None:
-        """Emit code that stores the queries of kv heads first .. end - 1 on the stack.
+        """Emit code that starts attention for a token, with an empty softmax.
 
-        The queries are normalised, rotated and scaled. The code also resets the softmax.
+        The code also stores the queries on the stack, normalised, rotated and scaled.
+
+        first, end: the workgroup computes kv heads first .. end - 1.
         """
         b, hd = self.b, self.hd
         self.token, self.first, self.end = token, first, end
@@ -126,7 +136,7 @@ class Workgroup:
     def own(self, appended: bool = False) -> None:
         """Emit code that starts the online softmax with the key and value of the token itself.
 
-        appended: whether the caches already have this key and value. If not, the code appends both.
+        appended: whether the caches already have this key and value. If not, the code appends them.
         """
         b, layout, hd = self.b, self.layout, self.hd
         with b.loop(self.first, self.end) as head:
@@ -162,13 +172,15 @@ class Workgroup:
     def sink(self, g: Index, head: Index, score: Ssa, one: Ssa) -> None:
         """Emit code that adds the attention sink of a query head to the online softmax.
 
-        A sink is a learned score without a key and a value, so it adds to the sum of weights only.
-        Before, the softmax must have only the token's own key and value.
+        A sink is a learned score without a key and a value, so only the sum of weights gets a term
+        for it. When the code runs, the softmax must have the token's own key and value, and no
+        other positions.
 
-        head: here, the index of the query head in the model.
+        g: index of the query head in this workgroup.
+        head: index of the same query head in the model.
         score: the score of the token's own key, a scalar.
-        one: the vector 1, 0, 0, ..., because the sum of weights is a vector whose lanes are added
-            later.
+        one: the vector [1, 0, 0, ...]. The sum of weights is a vector whose lanes are added later,
+            so the weight of the sink is added to its first lane only.
         """
         b, lanes = self.b, self.lanes
         score, sink = (b.broadcast(x, lanes) for x in (score, b.load(self.token.given["sinks"], head)))
@@ -181,7 +193,7 @@ class Workgroup:
     def attend(self, start: Index, end: Index, ahead: bool) -> None:
         """Emit code that adds positions start .. end - 1 of the caches to the online softmax.
 
-        ahead: whether the code also loads the next rows of the caches before they are needed.
+        ahead: whether the code also prefetches the rows of the caches that it needs next.
         """
         b = self.b
         with b.loop(start, end, TILE) as tile:
@@ -210,11 +222,16 @@ class Workgroup:
         return [self.b.add(low, g) for g in heads]
 
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
-        """Emit loads of one word of each cache line in `lines`, which prefetch rows of a KV cache.
+        """Emit code that prefetches cache lines of a KV cache by loading one word of each.
 
-        The lines are counted in the rows of this workgroup's kv heads, as if those of other heads
-        were not in between. Line 0 begins `at` bytes after the first of these rows at position
-        `row`. base: address of the KV cache.
+        At each position, the rows of all kv heads are adjacent in memory, but this workgroup needs
+        only some of these heads. Offsets are counted as if only the rows of these heads were in
+        memory.
+
+        base: address of the KV cache.
+        row: index of a position in the cache, from which offsets are counted.
+        at: offset of cache line 0 from there, in bytes.
+        lines: indices of the cache lines to load.
         """
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes
@@ -226,11 +243,17 @@ class Workgroup:
             b.touch(base, b.add(start, byte))
 
     def score_rows(self, head: Ssa, row: Index, j: Ssa, rows: int, ahead: bool) -> None:
-        """Emit code that computes the scores of positions row .. row + rows - 1 for one kv head.
+        """Emit code that computes scores of a few positions, for all query heads of one kv head.
 
-        The code stores the scores of each query head that uses kv head `head` in `self.scores`
-        [query heads, positions of the tile], in columns j .. j + rows - 1. ahead: whether the code
-        also prefetches the values of these positions, and the keys of the next `rows` positions.
+        The scores are stored in `self.scores` [query heads of the workgroup, positions of the
+        tile].
+
+        head: index of the kv head.
+        row: the first position.
+        j: index of this position in the tile.
+        rows: number of positions.
+        ahead: whether the code also prefetches the values of these positions and the keys of the
+            next ones.
         """
         b, shape = self.b, self.shape
         near, following = row, b.add(row, rows)
@@ -273,8 +296,10 @@ class Workgroup:
         """Emit code that replaces the scores of a tile by softmax weights, exp(score - reference).
 
         If a score exceeds the reference of its query head by more than SLACK, the code first raises
-        the reference to the maximum score. The code also adds the weights to the head's sum of
-        weights. blocks: number of vectors of scores in the tile.
+        the reference to the max score. It also adds the weights to the query head's sum of weights.
+
+        head, heads: the kv head and some of its query heads, see the class.
+        blocks: number of vectors of scores in the tile.
         """
         b, lanes = self.b, self.lanes
         own_heads = self.own_heads(head, heads)
@@ -298,7 +323,11 @@ class Workgroup:
             b.vstore(total, self.sums, g, 0)
 
     def scale_down(self, g: Index, factor: Ssa) -> None:
-        """Emit code that multiplies a head's sum of weights and its weighted values by `factor`."""
+        """Emit code that multiplies a head's sum of weights and its weighted values by `factor`.
+
+        g: index of the query head in this workgroup.
+        factor: an f32 scalar.
+        """
         b = self.b
         total = b.vload(self.sums, self.lanes, g, 0)
         b.vstore(b.mulf(total, b.broadcast(factor, self.lanes)), self.sums, g, 0)
@@ -307,11 +336,14 @@ class Workgroup:
             b.vstore(b.mulf(value, b.broadcast(factor, self.width)), self.values, g, d.index)
 
     def add_values(self, head: Ssa, heads: range, d: Index, first: Ssa, count: Index) -> None:
-        """Emit code that adds weight * value of several positions to the weighted sums of values.
+        """Emit code that adds weight * value of a tile's positions to the weighted sums of values.
 
-        The positions are first .. first + count - 1. The sums are those of the query heads `heads`,
-        for the elements of head_dim that registers hold at a time: `self.columns` vectors from
-        element `d` on.
+        The code computes only `self.columns` vectors of elements of head_dim, because more do not
+        fit into registers.
+
+        head, heads: the kv head and some of its query heads, see the class.
+        d: index of the first of these elements.
+        first, count: the first position, and the number of positions.
         """
         b, width = self.b, self.width
         own_heads = self.own_heads(head, heads)
@@ -335,9 +367,9 @@ class Workgroup:
         return self.b.extract(lane_sums(self.b, [self.b.vload(self.sums, self.lanes, g, 0)]), 0)
 
     def finish(self, out: Ssa) -> None:
-        """Emit code that stores each head's weighted values, divided by its sum of weights.
+        """Emit code that stores the result: weighted sum of values / sum of weights.
 
-        out: memref f32 [rows, heads * head_dim].
+        out: memref of the result, f32 [rows, heads * head_dim].
         """
         b = self.b
         low = b.mul(self.first, self.group)

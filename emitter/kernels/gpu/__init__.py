@@ -1,1 +1,1 @@
-"""Kernels for GPUs: SPIR-V, CUDA, ROCm and Metal compile the same text."""
+"""Kernels for GPUs. The same MLIR is compiled for SPIR-V, CUDA, ROCm and Metal."""

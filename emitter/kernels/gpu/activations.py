@@ -12,7 +12,7 @@ def sigmoid(b: GpuBody, x: Ssa) -> Ssa:
 
 
 def softplus(b: GpuBody, x: Ssa) -> Ssa:
-    """Return log(1 + e^x), accurate also for small results."""
+    """Emit code that computes log(1 + e^x) without overflow; small results are accurate."""
     small = b.math("exp", b.subf(b.f32(0.0), b.math("absf", x)))
     return b.addf(b.maxf(x, b.f32(0.0)), b.math("log1p", small))
 

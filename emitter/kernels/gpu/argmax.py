@@ -1,10 +1,12 @@
-"""Find the index of the largest logit on a GPU: first in each part of a row, then among the parts.
+"""Find the index of the largest logit on a GPU, in two dispatches.
 
-first dispatch, each workgroup: one part of a row of logits
-second dispatch, each workgroup: the results of all parts of a row
-  thread t: find the largest of logits t, t + THREADS, t + 2 * THREADS, ...                       registers
-  while there is more than one candidate: of each pair of threads, the larger logit remains       shared
-  out = index of the largest logit, or 0 if none is above -inf; first dispatch: also the logit    memory
+In the first dispatch, a workgroup finds the largest of PART logits, which are one part of a row. In
+the second, it finds the largest among the results of all parts of a row. Both work as follows:
+
+    thread t: find the largest of logits t, t + THREADS, t + 2 * THREADS, ...
+    while there is more than one candidate: threads compare in pairs; the larger logit remains
+
+The index is 0 if no logit is above -inf.
 """
 
 from functools import cache
@@ -26,10 +28,16 @@ def parts_of(vocab: int) -> int:
 
 @cache
 def best_of_parts(rows: int, vocab: int) -> Kernel:
-    """Return the kernel that finds the largest logit of each part of a row (`PART` logits).
+    """Return the kernel that finds the largest logit in each part of a row.
 
-    Operand: logits f32 [rows, vocab]. Results: best f32 [rows, parts], the logit; index i32 [rows,
-    parts]. Among equal logits the kernel chooses the lowest index.
+    A part is `PART` consecutive logits; the last part of a row may be shorter.
+
+    Operand:
+        logits: f32 [rows, vocab].
+    Results:
+        best: f32 [rows, parts], the largest logit of each part.
+        index: i32 [rows, parts], its index in the row: the lowest one among equal logits, or 0 if
+            no logit is above -inf.
     """
     parts = parts_of(vocab)
 
@@ -56,9 +64,13 @@ def best_of_parts(rows: int, vocab: int) -> Kernel:
 
 @cache
 def best_of_rows(rows: int, parts: int) -> Kernel:
-    """Return the kernel that finds the largest logit of each row in the results of `best_of_parts`.
+    """Return the kernel that finds the index of each row's largest logit after `best_of_parts`.
 
-    Operands: best f32 [rows, parts], index i32 [rows, parts]. Result: argmax i32 [rows].
+    Operands:
+        best: f32 [rows, parts], the largest logit of each part of a row.
+        index: i32 [rows, parts], its index in the row of logits.
+    Result:
+        argmax: i32 [rows], the index of the row's largest logit.
     """
 
     def write(b: GpuBody, best: Ssa, index: Ssa, argmax: Ssa) -> None:
@@ -76,9 +88,11 @@ def best_of_rows(rows: int, parts: int) -> Kernel:
 
 
 def _search(b: GpuBody, read, count: Index) -> tuple[Ssa, Ssa]:
-    """Return the largest of `count` numbers and its i32 index; all threads get both.
+    """Emit code that finds the largest of `count` numbers; return (number, its index as an i32).
 
-    The index is 0 if no number is above -inf. read(i): returns number i and its index.
+    All threads of the workgroup get the result. The index is 0 if no number is above -inf.
+
+    read(i): emits code that reads number i, and returns (number, index to report for it).
     """
     thread = b.thread()
     lowest, nowhere = b.f32(float("-inf")), b.i32(0x7FFFFFFF)

@@ -1,17 +1,19 @@
-"""Compute attention on a GPU over a KV cache in place: decoding and chunks of tokens.
+"""Compute attention on a GPU, for decoding and for chunks of a prompt; KV caches are not copied.
 
     each workgroup: one query head of up to `queries` consecutive tokens of a sequence
-      q [queries, head_dim] = scale * prepared q                                              shared
-      decoding: append the prepared k and v of the token to the caches, and start the softmax with them
-      for block of `KEYS` positions that a query attends to:
-        scores [queries, KEYS] = q . k_cache[positions], four threads for each position       shared
-        raise maxima to the new scores; scale values and sums of weights down              registers
-        weights = exp(scores - maxima)                                                        shared
-        values += weights . v_cache[positions]; a thread has a few elements of head_dim    registers
-      out[token, head] = values / sums of weights                                             memory
+      q [queries, head_dim] = scale * prepared(q)
+      if decoding: append prepared(k) and v of the token to the caches; start the softmax with them
+      for each block of KEYS positions that a query attends to:
+        scores [queries, KEYS] = q . k_cache[positions], four threads for each position
+        raise the maxima to the new scores; scale values and sums of weights down accordingly
+        weights = exp(scores - maxima)
+        values += weights . v_cache[positions]; each thread computes a few elements of head_dim
+      out[token, head] = values / sums of weights
 
-`prepared`: norm and rotation (`gpu.heads`). The run time depends on the position, not on the size
-of the cache. No workgroup reads a cache row that the same dispatch writes.
+prepared(x): x after the RMS norm, if the model has one, and the rotary embedding (`gpu.heads`).
+
+The run time depends on the position, not on the size of the cache. No workgroup reads a cache row
+that the same dispatch writes.
 """
 
 from __future__ import annotations
@@ -59,16 +61,23 @@ def _reference(
 
 @cache
 def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: DecodeTokens, rows: Rows) -> Kernel:
-    """Return the kernel of attention for one token of each sequence, or for a chunk of tokens.
+    """Return the attention kernel for one token of each sequence, or for a chunk of one sequence.
 
-    The kernel normalises and rotates q. Unless `tokens` is a chunk, it also normalises and rotates
-    k, and appends k and v to the caches. For a chunk, k and v must already be in the caches.
+    For one token of each sequence, the kernel normalises and rotates q and k, and appends k and v
+    to the caches. For a chunk, it normalises and rotates q; the caches must already have its k and
+    v.
 
-    Operands: rows0, rows1, ..., which together have the columns of q, k and v (`Rows`); cos, sin,
-        q_norm, k_norm as in `HeadLayout.operands`; sinks f32 [heads] if `scores.sinks`; the
-        positions of the tokens as in `DecodeTokens.operands`; k_cache, v_cache; layer, an index.
-    Results: out f32 [T, heads * head_dim], zero for padding and idle sequences; unless `tokens` is
-        a chunk, k_cache and v_cache, in place.
+    Operands:
+        rows0, rows1, ...: the fused q, k and v of the tokens, whose columns may be split into
+            several operands, f32 [tokens, columns].
+        cos, sin, q_norm, k_norm: see `HeadLayout.operands`.
+        sinks: f32 [heads], if `scores.sinks`.
+        position, or start and length: which tokens these are, see `DecodeTokens`.
+        k_cache, v_cache: the KV caches.
+        layer: index of the layer.
+    Results:
+        out: f32 [tokens, heads * head_dim]; zero for padding and for sequences without a token.
+        k_cache, v_cache: updated in place; not for a chunk.
     """
     cached = caches.types(layout.kv_heads, layout.head_dim)
     updated = {} if tokens.in_cache else cached
@@ -103,11 +112,12 @@ def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: Decode
 
 @cache
 def append(caches: Caches, layout: HeadLayout, T: int, rows: Rows) -> Kernel:
-    """Return the kernel that appends the keys and values of a chunk of T tokens to the caches.
+    """Return the kernel that appends the keys and values of a chunk of T tokens to the KV caches.
 
-    Before, the kernel applies the norms and the rotary embedding of `layout`. Operands: those of
-    `attention` for a chunk, except the sinks. Results: k_cache and v_cache, in place; rows of
-    padding are not stored.
+    The kernel normalises and rotates the keys before it appends them. It does not append padding.
+
+    Operands: those of `attention` for a chunk, but no sinks.
+    Results: k_cache and v_cache, updated in place.
     """
     hd, tokens, cached = layout.head_dim, DecodeTokens("chunk", T), caches.types(layout.kv_heads, layout.head_dim)
     operands: dict[str, TensorType | str] = {
@@ -151,10 +161,16 @@ def _append(
     b: GpuBody, thread: Ssa, caches: Caches, layout: HeadLayout, rows: Rows, at: Sequence[Index], token: Index,
     given: Mapping[str, Ssa], only: Ssa | None = None,
 ) -> tuple[Ssa, Ssa]:  # fmt: skip
-    """Emit code that appends a token's key and value of one kv head to the caches.
+    """Emit code that appends the key and value of one token and one kv head to the KV caches.
 
-    Return (key, value) as shared memrefs f32 [head_dim].
-    at: (layer, position, kv head).
+    Before, the code applies the norms and the rotary embedding of `layout`. Return (key, value),
+    rounded to the format of the caches, as shared memrefs f32 [head_dim].
+
+    thread: index of the thread in the workgroup.
+    rows: the operands that have k and v.
+    at: (layer, position, kv head) of the key and value.
+    token: the token's row in the operands with k and v.
+    given: memrefs of the kernel's operands, by name.
     only: an i1; if it is false, the code leaves the caches unchanged.
     """
     _, position, head = at
@@ -169,10 +185,14 @@ def _append(
 
 @dataclass(frozen=True)
 class _Writer:
-    """A writer of the code of one workgroup: one query head of `queries` consecutive tokens.
+    """Emits code of a workgroup: attention of one query head for `queries` consecutive tokens.
 
-    The workgroup reads each key and value once for all of these tokens. Arguments of the methods:
+    The workgroup reads each key and value once for all of these tokens.
 
+    thread: index of the thread in the workgroup.
+    given: memrefs of the kernel's operands and results, by name.
+
+    Common arguments of the methods:
     own_d: indices of the elements of head_dim that this thread computes.
     subset: if head_dim is smaller than the number of threads, several threads compute the same
         element, each from a different subset of the keys. `subset` is the index of this thread's
@@ -241,9 +261,12 @@ class _Writer:
         self._store(head, first, block.results[:n], block.results[n : 2 * n], block.results[2 * n :], own_d, subset)
 
     def _range(self, position: Index, row: Index) -> tuple[Index, Index]:
-        """Return the range (first, end) of cached positions that a token attends to.
+        """Emit code that finds which cached positions a token attends to; return (first, end).
 
-        position: position of the token. row: index of the token in the call.
+        The range has positions first .. end - 1. For a padding token of a chunk, it is empty.
+
+        position: position of the token in its sequence.
+        row: index of the token in the chunk.
         """
         b, window = self.b, self.scores.window
         low = 0 if window is None else b.max(b.sub(b.add(position, 1), window), 0)
@@ -258,7 +281,7 @@ class _Writer:
         return low, b.select(b.less(row, length), b.at(high), 0)
 
     def _score(self, dot: Ssa) -> Ssa:
-        """Return the score q . k after scale and soft cap."""
+        """Emit code that applies the scale and the soft cap, if any, to a dot product q . k."""
         b, score = self.b, self.b.mulf(dot, self.b.f32(self.scores.scale))
         if self.scores.softcap is None:
             return score
@@ -266,7 +289,7 @@ class _Writer:
         return b.mulf(tanh(b, b.divf(score, cap)), cap)
 
     def _dot_shared(self, q: Ssa, k: Ssa) -> Ssa:
-        """Return the dot product of two vectors in shared memory; all threads get it."""
+        """Emit the dot product of two f32 [head_dim] in shared memory; all threads get it."""
         b = self.b
         with b.strided(self.thread, self.layout.head_dim, [b.f32(0.0)]) as d:
             d.give(b.fma(b.load(q, d.index), b.load(k, d.index), d.values[0]))
@@ -274,16 +297,18 @@ class _Writer:
         return b.load(found, at)
 
     def _block(self, base, high, at, q, ranges, own_d, subset, state: Sequence[Ssa]) -> list[Ssa]:
-        """Emit code that adds `KEYS` positions from `base` on to the online softmax.
+        """Emit code that adds `KEYS` cached positions to the online softmax; return its new state.
 
-        Return the new state of the softmax.
-
-        high: positions from `high` on are ignored.
+        base: the first of these positions.
+        high: positions from here on are ignored.
         at: (layer, kv head).
         q: the query of each token, as shared memrefs f32 [head_dim].
         ranges: (firsts, ends); query i attends to positions firsts[i] .. ends[i] - 1.
-        state: a list of the max score of each query, then the sum of weights of each query, then
-            the weighted sums of values of each query, for the elements `own_d`.
+        own_d: indices of the elements of head_dim that this thread computes.
+        subset: several threads may compute the same element, each from a subset of the positions.
+            This is the index of this thread's subset.
+        state: the max score of each query, then the sum of weights of each query, then for each
+            query the weighted sums of values, one for each element of `own_d`.
         """
         b, thread, n = self.b, self.thread, self.queries
         layer, kv_head = at
@@ -344,9 +369,15 @@ class _Writer:
     def _store(self, head, first, maxima, sums, values, own_d, subset) -> None:
         """Emit code that stores the results: weighted sums of values divided by sums of weights.
 
-        If there are attention sinks, they are first added to the sums of weights. head: index of
-        the query head. first: row of the workgroup's first token. maxima, sums, values: the state
-        of the softmax, as in `_block`.
+        If there are attention sinks, the code first adds them to the sums of weights. If several
+        threads have computed the same element from different keys, the code adds their sums.
+
+        head: index of the query head.
+        first: row of the first token in the result.
+        maxima, sums, values: for each query, the max score, the sum of weights and the weighted
+            sums of values (one for each element of `own_d`).
+        own_d: indices of the elements of head_dim that this thread computes.
+        subset: index of the subset of keys that this thread has added up.
         """
         b, thread, n, hd = self.b, self.thread, self.queries, self.layout.head_dim
         subsets = max(1, THREADS // hd)

@@ -1,7 +1,7 @@
-"""Read and write rows of KV caches (`emitter.kv_cache`) as 32-bit words.
+"""Emit GPU code that reads and writes rows of KV caches as 32-bit words.
 
-A group of q8_0 is quantised as in the CPU kernels: d = max |x| / 127, and a code is x * (127 / max
-|x|) rounded to an integer.
+A row is the key or the value of one kv head at one position. In a q8_0 cache, a group of elements
+shares a scale d = max |x| / 127, and each element is stored as the int8 code x / d, rounded.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from castiron.emitter.types import EmitError
 
 @dataclass(frozen=True)
 class CacheRows:
-    """A writer of code that accesses the rows of one KV cache.
+    """Emits code that reads and writes rows of one KV cache.
 
-    A row is the key or value of one layer, position and kv head. words: memref of the words of the
-    cache.
+    A row is the key or the value of one layer, position and kv head.
 
-    Arguments of the methods:
+    words: memref of the cache as 32-bit words.
+
+    Common arguments of the methods:
     row: index of the first word of a row.
     only: an i1, or None. If the i1 is false, the emitted code does not change the cache.
     """
@@ -44,26 +45,27 @@ class CacheRows:
 
     @property
     def group_words(self) -> int:
-        """Return the number of words of a group of q8_0, which has a scale and codes."""
+        """Return the number of 32-bit words of a q8_0 group: its scale and its int8 codes."""
         return (SCALE_BYTES + self.caches.format.group(self.head_dim)) // 4
 
     @property
     def step(self) -> int:
-        """Return how many elements of a row `load` loads at a time: 4, 2 or 1.
-
-        It is the largest of these numbers that divides head_dim.
-        """
+        """Return how many elements `load` loads at a time: 4 if 4 divides head_dim, else 2 or 1."""
         return next(n for n in (4, 2, 1) if self.head_dim % n == 0)
 
     def row(self, layer: Index, position: Index, head: Index) -> Index:
-        """Return the index of the first word of a row."""
+        """Emit code that computes where a row begins: the index of its first word in the cache."""
         b, caches = self.b, self.caches
         position = position if caches.ring is None else b.rem(position, caches.ring)
         at = b.add(b.mul(b.add(b.mul(layer, caches.positions), position), self.kv_heads), head)
         return b.mul(at, self.row_words)
 
     def load(self, row: Index, part: Index) -> list[Ssa]:
-        """Emit code that loads elements part * step .. (part + 1) * step - 1 of a row as f32."""
+        """Emit code that loads `step` consecutive elements of a row; return them as f32 scalars.
+
+        row: index of the first word of the row.
+        part: selects elements part * step .. (part + 1) * step - 1.
+        """
         b, step, format = self.b, self.step, self.caches.format
         if format.grouped:
             word, group = self._code_word(b.mul(part, 4))
@@ -76,7 +78,7 @@ class CacheRows:
         return [b.as_type(self._load(row, b.add(b.mul(part, step), i)), F32) for i in range(step)]
 
     def element(self, row: Index, d: Index) -> Ssa:
-        """Emit code that loads element `d` of a row as f32."""
+        """Emit code that loads element `d` of a row as f32; the row begins at word `row`."""
         b, format = self.b, self.caches.format
         if format.grouped:
             word, group = self._code_word(d)
@@ -88,10 +90,15 @@ class CacheRows:
         return b.as_type(self._load(row, d), F32)
 
     def append(self, thread: Ssa, row: Index, new: Ssa, only: Ssa | None = None) -> None:
-        """Emit code that converts `new` to the cache's format and stores it in a row.
+        """Emit code that converts a key or value to the cache's format and stores it in a row.
 
-        new: shared memref f32 [head_dim] that all threads see. The code replaces the elements of
-        `new` by the values that a load from the cache gives. All threads must execute the code.
+        All threads of the workgroup must execute this code.
+
+        thread: index of the thread in the workgroup.
+        row: index of the first word of the row.
+        new: the key or value, a shared memref f32 [head_dim]. The code rounds its elements to the
+            values that a later load from the cache gives.
+        only: an i1, or None. If the i1 is false, the cache is not changed.
         """
         b, format = self.b, self.caches.format
         if format.grouped:

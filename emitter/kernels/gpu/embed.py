@@ -16,10 +16,15 @@ THREADS = 64
 
 @cache
 def embed(codec: str, vocab: int, hidden: int, T: int) -> Kernel:
-    """Return the kernel that copies rows of an embedding table, dequantised to f32.
+    """Return the kernel that looks up T rows of an embedding table, dequantised to f32.
 
-    Operands: ids i32 [T]; weight i32 [vocab, words of a row], in the layout of `gpu.words`. Result:
-    y f32 [T, hidden]. Ids outside the vocabulary are clamped to it.
+    codec: format of the table, such as "q4_k".
+
+    Operands:
+        ids: i32 [T]; ids outside the vocabulary are clamped to it.
+        weight: i32 [vocab, words of a row], the table in the layout of `gpu.words`.
+    Result:
+        y: f32 [T, hidden].
     """
     layout, units = layout_of(codec), -(-hidden // UNIT)
     blocks = -(-units // THREADS)

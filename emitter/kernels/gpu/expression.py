@@ -1,13 +1,13 @@
-"""Operations that are fused into a GPU kernel, which computes them where it loads or stores.
+"""Fuse StableHLO operations into a GPU kernel, which computes them where it loads or stores.
 
-An expression is a graph of StableHLO operations. It is fused into a kernel in one of two ways:
+An expression is a graph of operations. To fuse it, an object replaces a memref of the kernel:
 
-- An operand of the kernel is a `Computed` instead of a memref. Where the kernel loads an element,
-  it computes the element of the expression.
-- A result of the kernel is a `Finished` instead of a memref. Where the kernel stores an element, it
-  first applies the expression to it.
+- A `Computed` replaces an operand. Where the kernel loads an element, it computes the element of
+  the expression instead.
+- A `Finished` replaces a result. Where the kernel stores an element, it first applies the
+  expression to it.
 
-So activations, gates, multipliers and slices need no dispatch and no memory.
+So activations, gates, multipliers and slices need no dispatch and no memory of their own.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Expression:
     """A graph of operations that a kernel computes where it loads or stores an element.
 
     root: the result of the graph.
-    producers: maps each value of the graph to the operation that computes it. Operands have none.
-    names: maps each value that is an operand of the kernel to the name of this operand.
-    hole: the value of the graph that stands for the kernel's own result, such as y in gate * y;
-        None if the graph does not use this result.
+    producers: maps each computed value of the graph to the operation that computes it.
+    names: maps each input of the graph to the name of the kernel's operand that has it.
+    hole: if the graph is applied to a kernel's result, the value that stands for this result, such
+        as y in gate * y; otherwise None.
     """
 
     root: Value
@@ -81,7 +81,7 @@ class Expression:
     hole: Value | None = None
 
     def key(self) -> str:
-        """Return a digest; equal expressions have equal digests."""
+        """Return a short hash; equal expressions have equal hashes."""
         found = hashlib.sha256(self._text(self.root).encode())
         return found.hexdigest()[:10]
 
@@ -97,27 +97,31 @@ class Expression:
     def element(
         self, b: GpuBody, given: Mapping[str, Any], index: Sequence[Index], hole: Ssa | FinishedHead | None = None
     ) -> Ssa:
-        """Emit code that computes one element of `root`.
+        """Emit code that computes one element of the expression's result.
 
-        given: memrefs of the kernel's operands by name. hole: the kernel's own result for the value
-        `self.hole`: its element, or the head that has the element.
+        given: memrefs of the kernel's operands, by name.
+        index: index of the element.
+        hole: None, unless the expression is applied to a kernel's result. Then it is the element of
+            this result at `index`, or a `FinishedHead` if the expression needs all elements of a
+            head.
         """
         return _Elements(b, self, given, hole).at(self.root, index)
 
     def array(self, given: Mapping[str, np.ndarray], hole: np.ndarray | None = None) -> np.ndarray:
-        """Compute `root` in NumPy, in f64.
+        """Compute the expression in NumPy, in f64.
 
-        given: the kernel's operands by name. hole: the kernel's own result, for the value
-        `self.hole`.
+        given: the kernel's operands, by name.
+        hole: None, unless the expression is applied to a kernel's result. Then it is this result.
         """
         return _array(self, self.root, given, hole)
 
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """An operand whose elements a kernel computes when it loads them, instead of reading memory.
+    """An operand of a kernel that is not in memory: the kernel computes each element that it loads.
 
-    given: memrefs of the kernel's operands by name.
+    expression: a graph of operations whose result is the operand.
+    given: memrefs of the operands that the expression reads, by name.
     """
 
     expression: Expression
@@ -134,9 +138,11 @@ class Computed:
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """A result to which a kernel applies an expression before it stores an element.
+    """A result of a kernel that applies an expression to each element before it stores the element.
 
-    given: the kernel's memrefs by name. target: memref of the final result.
+    expression: what is applied, such as gate * y.
+    given: memrefs of the operands that the expression reads, by name.
+    target: memref in which the elements are stored.
     """
 
     expression: Expression
@@ -153,15 +159,16 @@ class Finished:
 
 @dataclass(frozen=True, eq=False)
 class FinishedHead:
-    """One head of a result, to which a kernel applies an expression before it stores the head.
+    """One head of an attention result, to which the kernel applies an expression before storing it.
 
-    Unlike in a `Finished`, an element of the expression may depend on all elements of the head, as
-    in an RMS norm.
+    An element of the expression may depend on all elements of the head, as in an RMS norm. So the
+    kernel stores the head in shared memory first. `finish` then applies the expression.
 
-    given: the kernel's memrefs by name.
-    target: memref of the final result.
-    row: shared memref f32 [head_dim], which has the head until all of its elements are computed.
-    token: row of the result. head: index of the head in this row.
+    given: memrefs of the operands that the expression reads, by name.
+    target: memref of the final result, [tokens, heads * head_dim].
+    row: memref f32 [head_dim] in shared memory, for the head before the expression is applied.
+    token: index of the token, which is the row of `target`.
+    head: index of the head.
     """
 
     expression: Expression
@@ -183,7 +190,7 @@ class FinishedHead:
     def finish(self, b: GpuBody, heads: int) -> None:
         """Emit code that applies the expression to the head and stores the final result.
 
-        heads: number of heads in a row of the result.
+        heads: number of heads of a token.
         """
         b.barrier()
         root = self.expression.root
@@ -194,10 +201,9 @@ class FinishedHead:
 
 @dataclass(frozen=True)
 class ComputedRows:
-    """An operand [rows, n] whose elements a kernel computes when it loads them.
+    """An operand [rows, n] that is not in memory: the kernel computes each element that it loads.
 
-    rows: for each row, a function that gets the index of an element and emits code that computes
-    it. `GpuKernel.read_row` returns such functions.
+    rows: a function for each row; rows[i](j) emits code that computes element (i, j).
     """
 
     type: Type
@@ -211,10 +217,11 @@ class ComputedRows:
 
 @dataclass(frozen=True, eq=False)
 class _Elements:
-    """A writer of code that computes elements of an expression.
+    """Emits code that computes elements of an expression and of its intermediate values.
 
-    given: memrefs of the kernel's operands by name. hole: if the expression uses the kernel's own
-    result, the element of this result, or the head that has the element.
+    given: memrefs of the operands that the expression reads, by name.
+    hole: None, unless the expression is applied to a kernel's result. Then it is one element of
+        this result, or a `FinishedHead` if the expression needs all elements of a head.
     """
 
     b: GpuBody
@@ -223,7 +230,10 @@ class _Elements:
     hole: Ssa | FinishedHead | None = None
 
     def at(self, value: Value, index: Sequence[Index]) -> Ssa:
-        """Return an element of `value`: an i32, or a number of any other type as f32."""
+        """Emit code that computes an element of a value in the expression.
+
+        The result is an i32 if the elements of `value` are i32, otherwise an f32.
+        """
         if value is self.expression.hole:
             assert self.hole is not None, "only a result of a kernel is continued"
             return self.hole if isinstance(self.hole, Ssa) else self.b.load(self.hole, *index)
@@ -316,8 +326,9 @@ class _Elements:
         return loop.results[0]
 
     def _split(self, linear: Index, dims: Sequence[int], extents: Sequence[int]) -> dict[int, Index]:
-        """Split a row-major linear index over the dimensions `dims` into an index for each of them.
+        """Emit code that splits a row-major linear index; return {dimension: index in it}.
 
+        dims: the dimensions, from the outermost to the innermost.
         extents: the sizes of these dimensions.
         """
         found: dict[int, Index] = {}

@@ -1,4 +1,4 @@
-"""Fuse operations and other kernels into a GPU kernel, which saves dispatches and memory."""
+"""Fuse operations and other kernels into a GPU kernel; this saves dispatches and memory traffic."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def fused(
 ) -> GpuKernel:
     """Return a copy of `kernel` with expressions fused into its loads and its stores.
 
-    inputs: maps the name of an operand to an expression. Where `kernel` loads an element of the
+    inputs: operands to replace by expressions, by name. Where `kernel` loads an element of such an
         operand, the copy computes the element of the expression.
-    output: an expression that the copy applies to its first result before storing it, or None.
-    more: operands of the expressions that `kernel` does not have, by name.
+    output: an expression that the copy applies to the first result of `kernel` before storing it,
+        or None.
+    more: operands that the expressions read and that `kernel` does not have, by name.
     """
     stored = {name: t for name, t in kernel.operands.items() if name not in inputs}
     result, *others = kernel.results
@@ -77,12 +78,15 @@ def fused(
 
 
 def with_rows(kernel: GpuKernel, names: Sequence[str], rows: GpuKernel, is_stored: bool) -> GpuKernel:
-    """Return a copy of `kernel` that runs the kernel `rows` itself to compute its operands `names`.
+    """Fuse the kernel `rows` into `kernel`, which reads its result; return the fused kernel.
 
-    These operands of `kernel` are the result of `rows`, such as a norm. In the copy, each workgroup
-    computes all rows of this result for itself. is_stored: whether the copy also has this result,
-    under the name "rows", because other kernels need it; then each workgroup stores a part of it.
-    The operands of `rows` get the prefix rows_.
+    For example, `rows` is a norm, and `kernel` a matmul of its result. In the fused kernel, each
+    workgroup computes the complete result of `rows` for itself, which saves a dispatch.
+
+    names: the operands of `kernel` that are the result of `rows`. The fused kernel has the operands
+        of `rows` instead, with the prefix rows_.
+    is_stored: whether the fused kernel also stores the result of `rows`, as a result named "rows",
+        because other kernels need it.
     """
     ((result, type_),) = rows.results.items()
     outer = {name: t for name, t in kernel.operands.items() if name not in names}
@@ -120,10 +124,12 @@ def with_rows(kernel: GpuKernel, names: Sequence[str], rows: GpuKernel, is_store
 
 
 def pointwise(roots: Sequence[Expression], leaves: Mapping[str, Value]) -> GpuKernel:
-    """Return a kernel that computes each expression of `roots`; its results are y0, y1, and so on.
+    """Return a kernel that computes several expressions; its results are y0, y1, and so on.
 
-    leaves: the operands of the expressions by name. Each thread computes one element of each
-    result.
+    Each thread computes one element of each result.
+
+    roots: the expressions.
+    leaves: the inputs of the expressions, by the name of the new kernel's operand.
     """
     results = {f"y{i}": e.root.type for i, e in enumerate(roots)}
     largest = max(t.elements for t in results.values())
@@ -144,10 +150,13 @@ def pointwise(roots: Sequence[Expression], leaves: Mapping[str, Value]) -> GpuKe
 
 
 def beside(first: GpuKernel, second: GpuKernel, shared: Mapping[str, str]) -> GpuKernel:
-    """Return a kernel whose first workgroups run `first`, and whose other workgroups run `second`.
+    """Return a kernel that runs two independent kernels in one dispatch.
 
-    shared: the operands that both kernels read. It maps the name in `second` to the name in
-    `first`. Other names get the prefix a_ (`first`) or b_ (`second`).
+    Its first workgroups run `first`, the others run `second`. The names of operands and results get
+    the prefix a_ (`first`) or b_ (`second`).
+
+    shared: operands that both kernels read. It maps the name in `second` to the name in `first`,
+        and the new kernel has only the operand of `first`.
     """
 
     def of_first(name: str) -> str:
