@@ -18,19 +18,21 @@ Work = int | Callable[[int], int]
 class Kernel:
     """An IREE `stream.executable` with operand types, a NumPy reference and a cost.
 
-    name: symbol; kernels with different text have different names.
-    operands: types by name, in the order of the dispatch; "index" is a scalar, such as the number
-        of a layer.
+    name: name of the MLIR symbol; kernels with different text have different names.
+    operands: types by name, in the order of the dispatch. The type "index" means a scalar, such as
+        the index of a layer.
+    results: types of the results by name.
     workgroups: number of workgroups of a dispatch.
-    write: emits the body when called as write(body, **arguments). The arguments are memrefs and
-        index values by name, for all operands, and for the results that are not in `in_place`.
-    reference: a function in NumPy that computes the results. It gets the operands by name and
-        returns the results by name.
-    flops, nbytes: FLOPs and bytes of memory traffic of a call. A number, or a function of the
-        position of the call's first token in the sequence.
+    write: function that emits the kernel's body when called as write(body, **arguments). The
+        arguments are the memref or index value of each operand, and the memref of each result that
+        is not in `in_place`, by name.
+    reference: NumPy function that computes the results. It gets the operands by name and returns
+        the results by name.
+    flops, nbytes: FLOPs, and bytes of memory traffic, of a call. Each is a number, or a function of
+        the position of the call's first token in the sequence.
     in_place: maps the name of a result to the name of the operand that this result overwrites.
     matmul: a `Matmul` if `castiron tune` can tune the tile sizes of this kernel, otherwise None.
-    fenced: whether compilers must not fuse a multiplication and an addition into an fma.
+    fenced: whether to keep compilers from fusing a multiplication and an addition into an fma.
     """
 
     name: str

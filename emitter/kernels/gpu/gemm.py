@@ -1,14 +1,17 @@
-"""Multiply many rows of activations by a quantised weight in tiles: prefill.
+"""A GPU kernel for prefill: multiply many tokens by a quantised weight, tile by tile.
 
-    each workgroup: a tile of 64 rows of the weight and `width` tokens
+The right column names the memory that the line writes:
+
+    each workgroup of 64 threads: 64 rows of the weight, and `width` tokens (16, 32 or 64)
       for k in steps of 16:
-        W [16, 64], X [16, width] = dequantised weight, x                                     shared
-        each thread, for 8 rows of the weight and width / 8 tokens:
-          totals [8, width / 8] += sum over k of W[k] * X[k]                               registers
-      y[token, row] = epilogue(totals)                                                        memory
+        W [16, 64] = 16 columns of these rows, dequantised and transposed                  shared
+        X [16, width] = the same columns of x for these tokens, transposed                 shared
+        each thread, for 8 of the rows and width / 8 of the tokens:
+          totals[row, token] += sum over the 16 steps i of W[i, row] * X[i, token]      registers
+      y[token, row] = totals[row, token] after GLU, bias and residual                      memory
 
-With a GLU, a tile has 32 rows of gate and 32 rows of up. The dequantised weight never leaves shared
-memory.
+With a GLU, the 64 rows are 32 rows of gate and 32 rows of up. The dequantised weight is never
+written to global memory.
 """
 
 from functools import cache
@@ -27,9 +30,12 @@ SIDE = 8  # threads along the rows, and along the tokens, of a tile
 
 @cache
 def gemm(matmul: Matmul) -> Kernel:
-    """Return the kernel of a matmul of many tokens, without a norm and without experts.
+    """Return the GPU kernel of a matmul of many tokens.
 
-    Operands: those of the kernel `matvec`. Result: y f32 [tokens, out].
+    The kernel supports neither an RMS norm of x nor MoE experts.
+
+    Operands: x, the weight, and optionally bias and residual, with the types that
+    `matvec.operands` returns. Result: y f32 [tokens, out].
     """
     layout, inner, out, tokens = layout_of(matmul.codec), matmul.in_features, matmul.out_features, matmul.tokens
     width = next(n for n in (16, 32, 64) if n >= min(tokens, 64))
@@ -48,11 +54,12 @@ def gemm(matmul: Matmul) -> Kernel:
         own_row, own_token = b.rem(thread, SIDE), b.div(thread, SIDE)
 
         def fill(tile: Ssa, pitch: int, count: int, read) -> None:
-            """Emit code that loads a part of the weight or of x into a tile in shared memory.
+            """Emit code that copies 16 columns of the weight or of x, transposed, to shared memory.
 
-            The part has 16 consecutive elements of `count` rows. The tile is transposed: row i of
-            the weight or of x is column i of the tile. pitch: number of elements from one row of
-            the tile to the next. read(i, unit): returns elements 8 * unit .. 8 * unit + 7 of row i.
+            tile: shared memref for the result. Its row i has column i of the 16 columns.
+            pitch: number of elements from the start of a row of the tile to the next row.
+            count: number of rows of the weight or of x that are copied.
+            read(row, unit): emits code that loads the 8 elements of a row from column 8 * unit on.
             """
             with b.strided(thread, count * depth) as item:
                 column, step = b.div(item.index, depth), b.rem(item.index, depth)

@@ -23,7 +23,10 @@ MAGIC_BITS = 0x4B000000
 
 
 def grid(workgroups: int) -> tuple[int, int]:
-    """Return the extents of a two-dimensional grid of at least `workgroups` workgroups."""
+    """Return (x, y), the size of a two-dimensional grid with at least `workgroups` workgroups.
+
+    One dimension is not always enough: some devices allow at most 65535 workgroups in it.
+    """
     rows = -(-workgroups // MAX_GRID)
     return -(-workgroups // rows), rows
 
@@ -40,23 +43,30 @@ class Loadable(Protocol):
     """An operand that is not in memory: its elements are computed when a kernel loads them."""
 
     def load(self, b: GpuBody, *index: Index) -> Ssa:
-        """Emit code that computes an element."""
+        """Emit code that computes the element at `index`; return the element."""
         ...
 
 
 class Storable(Protocol):
-    """A result that applies a function to each element when a kernel stores it."""
+    """A result of a kernel to which other operations are applied before it is written to memory.
+
+    Fusion uses this for operations that follow the kernel, such as an activation.
+    """
 
     def store(self, b: GpuBody, value: Ssa, *index: Index) -> None:
-        """Emit code that computes the final element from `value`, and stores it."""
+        """Emit code that stores the element at `index` of the result.
+
+        value: the element as the kernel computed it, before the other operations.
+        """
         ...
 
 
 class GpuBody(Body):
-    """The body of a GPU kernel under construction; its code runs in each thread of a workgroup.
+    """A builder of the body of a GPU kernel; the body runs in each thread of a workgroup.
 
-    threads: number of threads of a workgroup. workgroups: number of workgroups that the kernel
-    needs. layout: the text of the `#hal.pipeline.layout`.
+    threads: number of threads of a workgroup.
+    workgroups: number of workgroups that the kernel needs.
+    layout: MLIR text of the kernel's `#hal.pipeline.layout` attribute, which lists its bindings.
     """
 
     def __init__(self, threads: int, workgroups: int, layout: str) -> None:
@@ -69,7 +79,7 @@ class GpuBody(Body):
         self._reusable: list[Ssa] = []
 
     def bind(self, binding: int, type: Type) -> Ssa:
-        """Return the memory of binding number `binding` as a memref."""
+        """Return a memref of type `type` for the buffer at binding number `binding`."""
         memref = Ssa(self.name(), type)
         text = f"hal.interface.binding.subspan layout({self._layout}) binding({binding}) alignment(64) : {type}"
         self._head.append(f"{memref} = {text}")
@@ -77,11 +87,14 @@ class GpuBody(Body):
         return memref
 
     def view(self, buffer: Ssa, shape: Sequence[int], element: str = "i32") -> Ssa:
-        """Return the memory of operand `buffer` as a memref of another shape and element type."""
+        """Return the memory of `buffer` as a memref of another shape and element type.
+
+        buffer: a memref that `bind` returned.
+        """
         return self.bind(self._bindings[buffer], memref_type(shape, element))
 
     def words(self, buffer: Ssa) -> Ssa:
-        """Return the memory of operand `buffer` as a memref i32 [words]."""
+        """Return the memory of `buffer` as a one-dimensional memref of 32-bit words (i32)."""
         bits = {"f32": 32, "i32": 32, "f16": 16, "bf16": 16, "i8": 8}[buffer.type.element]
         return self.view(buffer, (prod(buffer.type.shape) * bits // 32,))
 
@@ -103,10 +116,11 @@ class GpuBody(Body):
 
     @contextmanager
     def after(self, workgroups: int) -> Iterator[None]:
-        """Emit the code of the `with` block for all workgroups except the first `workgroups` ones.
+        """Emit the code of the `with` block for the workgroups with index `workgroups` and higher.
 
-        In the block, `workgroup()` counts from 0. So one dispatch can run two kernels. The block
-        may reuse the shared memory of the code before it, because no workgroup runs both.
+        In the block, `workgroup()` counts from 0 again. With this, one dispatch can run two
+        kernels: the first `workgroups` workgroups run one, the others run the other. Both kernels
+        may use the same shared memory, because no workgroup runs both.
         """
         with self.when(self.negate(self.less(self.workgroup(), workgroups))):
             self._before, self._reusable = self._before + workgroups, list(self._allocated)
@@ -123,7 +137,7 @@ class GpuBody(Body):
         self.do("gpu.barrier")
 
     def shared(self, size: int, element: str = "f32") -> Ssa:
-        """Return a memref of at least `size` elements in shared memory."""
+        """Return a one-dimensional memref of at least `size` elements in shared memory."""
         fits = [old for old in self._reusable if old.type.element == element and prod(old.type.shape) >= size]
         if fits:
             self._reusable.remove(fits[0])
@@ -139,20 +153,26 @@ class GpuBody(Body):
 
     @contextmanager
     def strided(self, thread: Ssa, count: Index, carry: Sequence[Ssa] = ()) -> Iterator[Loop]:
-        """Append a loop over 0 .. count - 1, whose iterations are divided among the threads.
+        """Append a loop over 0 .. count - 1; the threads of a workgroup divide its iterations.
 
         Thread t runs iterations t, t + threads, t + 2 * threads, and so on.
+
+        thread: index of the current thread.
+        carry: initial values of the loop-carried variables (`iter_args` of `scf.for`).
         """
         with self.loop(thread, count, self.threads, carry) as loop:
             yield loop
 
     def sums(self, thread: Ssa, values: Sequence[Ssa], lanes: int, op: str = "addf") -> tuple[Ssa, int]:
-        """Emit code that adds each value over groups of `lanes` consecutive threads.
+        """Emit code that adds values over groups of `lanes` consecutive threads, in shared memory.
 
-        lanes: a power of two. op: "addf", or "maxf" for maxima instead of sums.
+        thread: index of the current thread.
+        values: the f32 values to add. Each thread has its own, and each value gets its own sums.
+        lanes: a power of two.
+        op: "addf", or "maxf" for maxima instead of sums.
 
-        Return (memref, first): the sums are in shared memory. With n = threads / lanes groups, the
-        sum of values[i] over group g is element first + i * n + g of the memref.
+        Return (memref, first). A workgroup has n = threads / lanes groups. The sum of values[i]
+        over group g is element first + i * n + g of the memref.
         """
         count = len(values) * self.threads
         sizes, width = [count], lanes
@@ -179,18 +199,18 @@ class GpuBody(Body):
         return self.constant(str(n - (1 << 32) if n >> 31 else n), I32)
 
     def bits(self, op: str, a: Ssa, n: int) -> Ssa:
-        """Return the result of `arith.{op}` with the i32 `a` and the constant `n`.
+        """Return the result of the operation `arith.{op}` on the i32 `a` and the constant `n`.
 
-        No code is emitted for a shift by 0 or an "ori" with 0: the result is `a`.
+        op: such as "andi" or "shli". A shift by 0, or "ori" with 0, emits no code and returns `a`.
         """
         return a if n == 0 and op in ("shli", "shrui", "ori") else self.binary(op, a, self.i32(n))
 
     def as_type(self, x: Ssa, type: Type) -> Ssa:
-        """Return the 32 bits of x as a value of another type."""
+        """Return the 32 bits of x reinterpreted as another 32-bit type (a bitcast)."""
         return x if x.type == type else self.let(f"arith.bitcast {x} : {x.type} to {type}", type)
 
     def number(self, code: Ssa, offset: int = 0) -> Ssa:
-        """Return code - offset as f32; `code` is an i32 from 0 to 2^23 - 1."""
+        """Return `code` - `offset`, converted to f32; `code` is an i32 from 0 to 2^23 - 1."""
         # Faster than a conversion, which takes several cycles on most GPUs.
         return self.subf(self.as_type(self.bits("ori", code, MAGIC_BITS), F32), self.f32(MAGIC + offset))
 
@@ -212,7 +232,7 @@ class GpuBody(Body):
         return self.as_type(self.bits("shli", word, 16), F32), self.as_type(self.bits("andi", word, 0xFFFF0000), F32)
 
     def to_half(self, x: Ssa) -> Ssa:
-        """Return the bits of an f32 rounded to f16, ties to even, in the lower half of an i32."""
+        """Round an f32 to f16, ties to even; return its bits in the lower half of an i32."""
         bits = self.as_type(x, I32)
         sign = self.bits("shrui", self.bits("andi", bits, 0x80000000), 16)
         size = self.bits("andi", bits, 0x7FFFFFFF)
@@ -227,16 +247,17 @@ class GpuBody(Body):
         return self.either(half, sign)
 
     def rounded(self, x: Ssa) -> tuple[Ssa, Ssa]:
-        """Return (x rounded to an integer as f32, the same integer in the low byte of an i32).
+        """Round x, an f32 with |x| < 127.5, to an integer, ties to even.
 
-        The other bytes of the i32 are zero. |x| must be below 128. Ties are rounded to even.
+        Return the integer twice: as f32, and as an i32 with the int8 in its low byte and zeros in
+        the other bytes.
         """
         byte = self.bits("andi", self.as_type(self.addf(x, self.f32(12582912.0)), I32), 0xFF)
         # Not the sum minus 12582912: some drivers simplify that to x.
         return self.number(self.bits("xori", byte, 0x80), 0x80), byte
 
     def four(self, buffer: Ssa, *indices: Index) -> list[Ssa]:
-        """Return the four elements of a vector that is loaded from a memref of vector<4xT>."""
+        """Load the vector<4xT> at `indices` of `buffer`, and return its four elements."""
         vector = self.load(buffer, *indices)
         type = Type(str(vector.type).removeprefix("vector<4x").removesuffix(">"))
         return [self.let(f"vector.extract {vector}[{i}] : {type} from {vector.type}", type) for i in range(4)]

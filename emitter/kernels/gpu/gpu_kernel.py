@@ -1,4 +1,4 @@
-"""The class `GpuKernel`: a kernel as an IREE `hal.executable.source`, for every kind of GPU."""
+"""The class `GpuKernel`: a GPU kernel as an IREE `hal.executable.source`."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ class GpuKernel(Kernel):
 
     single_store: whether the kernel stores each element of its only result once and never reads it.
         Then element-wise operations on the result can be fused.
-    reads_often: operands that many workgroups read. The operations that compute them should not be
-        fused, because each workgroup would repeat them.
-    reads_rarely: operands whose elements are each read at most twice. Even dot products that
-        compute them may be fused.
-    heads: if not 0, workgroup i computes head i % heads of row i / heads of the first result, f32
-        [rows, heads * head_dim]. Then operations that need all elements of a head, such as an RMS
-        norm of the result, can be fused.
-    read_row: None, or a function that lets other kernels compute the result of this kernel for
-        themselves. read_row(body, row, **operands) emits code for a row of the only result, which
-        all threads of a workgroup run. It returns a function that emits code of one element of the
-        row.
-    reads_rows: maps an operand [tokens, n] to how often each workgroup reads each of its elements.
-        Such an operand can be computed with `read_row` of another kernel, so the code of this
-        kernel must index its rows by Python integers.
+    reads_often: names of operands that many workgroups read. The operations that compute these
+        operands should not be fused, because each workgroup would repeat them.
+    reads_rarely: names of operands whose elements are each read at most twice. The operations that
+        compute these operands may be fused even if they are dot products.
+    heads: number of attention heads in a row of the first result, if each workgroup computes one
+        head; otherwise 0. The result is f32 [rows, heads * head_dim], and workgroup i computes head
+        i % heads of row i / heads. Then operations that need all elements of a head, such as an RMS
+        norm, can be fused.
+    read_row: None, or a function with which other kernels compute this kernel's only result in
+        their own code, instead of loading it. read_row(body, row, **operands) emits code that
+        prepares a row, such as the mean of a norm; all threads of a workgroup must run it. It
+        returns a function that gets a column and emits code for the element in this column.
+    reads_rows: maps the name of an operand f32 [tokens, n] to the number of times that a workgroup
+        reads each of its elements. The kernel's code must index the rows of such an operand by
+        Python integers, so that the operand can be computed with `read_row` of another kernel.
     """
 
     threads: int = 64

@@ -1,4 +1,4 @@
-"""Prepare heads for attention on a GPU: RMS norm and rotary embedding (`attention.heads`)."""
+"""Emit GPU code for the RMS norm and the rotary embedding of attention heads before attention."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from castiron.emitter.types import F32, TensorType
 
 @dataclass(frozen=True)
 class Rows:
-    """The operands with the rows of q, k and v: one operand with all of them, or several.
+    """The operands of a GPU attention kernel that have the q, k and v projections of each token.
 
-    widths: the number of columns of each operand. The operands are called rows0, rows1 and so on.
-    Together, their columns have the heads of q, then those of k, then those of v.
+    One operand has all columns, or several operands, called rows0, rows1 and so on, have a part of
+    the columns each. In this order, their columns are all heads of q, then of k, then of v.
+
+    widths: number of columns of each operand, which is f32 [tokens, width].
     """
 
     widths: tuple[int, ...]
@@ -25,7 +27,11 @@ class Rows:
         return {f"rows{i}": TensorType((tokens, width), F32) for i, width in enumerate(self.widths)}
 
     def find(self, layout: HeadLayout, kind: str) -> tuple[str, int]:
-        """Return (operand, column) at which the heads of a kind begin; kind: "q", "k" or "v"."""
+        """Return (name of an operand, column): where the heads of q, of k or of v begin.
+
+        layout: has the number and the size of the heads.
+        kind: "q", "k" or "v".
+        """
         column = {"q": 0, "k": layout.keys, "v": layout.keys + layout.kv_heads * layout.head_dim}[kind]
         for i, width in enumerate(self.widths):
             if column < width:
@@ -36,9 +42,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Head:
-    """One head of one token.
+    """One attention head of one token, as an argument of `prepare`.
 
-    kind: "q", "k" or "v". token: row of the token. index: index among the heads of this kind.
+    kind: "q", "k" or "v".
+    token: index of the token's row in the operands.
+    index: index of the head among the heads of this kind.
+    position: position of the token in its sequence, for the rotary embedding.
     """
 
     kind: str
@@ -50,10 +59,16 @@ class Head:
 def prepare(
     b: GpuBody, thread: Ssa, layout: HeadLayout, rows: Rows, heads: Sequence[tuple[Head, Ssa]], given: Mapping[str, Ssa]
 ) -> None:
-    """Emit code that reads heads, normalises them, rotates those of q and k, and stores all of them.
+    """Emit code that loads heads of q, k and v for attention, and writes them to shared memory.
 
-    heads: each as (head, shared memref f32 [head_dim] for the result). given: memrefs of the
-    kernel's operands by name. After the code, all threads see the results.
+    The code applies the RMS norms of `layout`, if it has them, and the rotary embedding to q and k.
+    It ends with a barrier, so that all threads see the result.
+
+    thread: index of the current thread.
+    layout: size of the heads, epsilons of the norms, and size of the rotary embedding.
+    rows: describes the operands that have the heads.
+    heads: pairs (head, shared memref f32 [head_dim] for the result).
+    given: memrefs of the kernel's operands by name.
     """
     hd, inverses = layout.head_dim, {}
     epsilons = {"q": layout.qk_norm, "k": layout.qk_norm, "v": layout.v_norm}

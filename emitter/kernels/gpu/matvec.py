@@ -1,14 +1,19 @@
-"""Multiply a few rows of activations by a quantised weight: decoding, and experts.
+"""A GPU kernel for decoding and for MoE experts: multiply a few rows of x by a quantised weight.
+
+A unit is 8 consecutive elements along in_features. The right column names the memory that the line
+writes:
 
     each workgroup: `slots` groups of `lanes` threads; each group computes `rows` rows of the weight
-      thread l of a group, for units l, l + lanes, l + 2 * lanes, ... (a unit: 8 elements of in_features):
-        x [tokens, 8] = the unit of x; with a norm: squares += x^2, x = x * norm weight    registers
-        for row: totals[row, token] += scale * (codes [8] . x) + minimum * sum(x)          registers
-      add totals and squares over the threads of a group                                      shared
-      y[token, row] = epilogue(total), with a norm: epilogue(total / rms)                     memory
+      thread l of a group, for units l, l + lanes, l + 2 * lanes, and so on:
+        x [tokens, 8] = this unit of x                                                   registers
+        with an RMS norm: squares [tokens] += sum(x^2), x = x * norm weight              registers
+        for each row, for each token:
+          totals[row, token] += scale * (codes [8] . x[token]) + minimum * sum(x[token]) registers
+      add totals and squares over the threads of a group                                    shared
+      y[token, row] = epilogue(totals[row, token]); with a norm: epilogue(totals / rms)     memory
 
-The weight is dequantised in registers. An RMS norm needs no separate pass over x: its factor 1 /
-rms(x) is applied to the result.
+The epilogue applies the GLU, the bias and the residual. The weight is dequantised in registers. An
+RMS norm needs no separate pass over x: its factor 1 / rms(x) is applied to the result.
 """
 
 from functools import cache
@@ -33,11 +38,11 @@ ROWS = 4
 
 
 def operands(matmul: Matmul, layout: Layout) -> dict[str, TensorType]:
-    """Return the types of the operands of a GPU matmul by name, in order.
+    """Return the types of the operands of a GPU matmul by name, in the kernel's order.
 
-    They are `matmul.operands()` with another type of the weight: i32 [rows, words] in `layout`.
-    With a GLU, all rows of gate come before those of up. With experts, all rows of expert 0 come
-    first, then all rows of expert 1, and so on.
+    They are those of `matmul.operands()`, but the weight is i32 [rows, words], with each row packed
+    into 32-bit words as `layout` says. With a GLU, all rows of gate come before those of up. With
+    experts, all rows of expert 0 come first, then all rows of expert 1, and so on.
     """
     rows = matmul.out_features * matmul.blocks_per_result * max(1, matmul.experts)
     return matmul.operands() | {"weight": TensorType((rows, layout.row_words(matmul.in_features)), I32)}
@@ -46,8 +51,10 @@ def operands(matmul: Matmul, layout: Layout) -> dict[str, TensorType]:
 def define(matmul: Matmul, summed: int, x: np.ndarray, weight: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
     """Compute the reference result of a GPU matmul, {"y": f32 [tokens, out]}, in NumPy in f64.
 
-    summed: for experts. If not 0, the results of each `summed` consecutive (token, expert) pairs
-    are multiplied by `weights` and added.
+    summed: 0, or for experts, a number of consecutive (token, expert) pairs to add: the result of
+        each pair is multiplied by its factor in the operand `weights`, and each `summed` of them
+        are added to one row of y.
+    given: the other operands by name.
     """
     x = np.repeat(x.astype(np.float64), matmul.per_row, 0)
     if matmul.rms_eps is not None:
@@ -67,9 +74,10 @@ def define(matmul: Matmul, summed: int, x: np.ndarray, weight: np.ndarray, **giv
 
 
 def load_x(b: GpuBody, x: Ssa, row: Index, unit: Index) -> list[Ssa]:
-    """Return the 8 elements of a unit of a row of x.
+    """Emit code that loads elements 8 * unit .. 8 * unit + 7 of a row of x, and return them.
 
-    Past the end of the row, the last element is repeated.
+    x: f32 [rows, in], or [in] for one row. Elements past the end of the row are copies of its last
+    element.
     """
     inner = x.type.shape[-1]
     lead = [row] if len(x.type.shape) > 1 else []
@@ -81,10 +89,11 @@ def load_x(b: GpuBody, x: Ssa, row: Index, unit: Index) -> list[Ssa]:
 
 
 def finished(b: GpuBody, matmul: Matmul, dots: list[Ssa], given: dict[str, Ssa], token: Index, row: Index) -> Ssa:
-    """Return a final result of a matmul: its dot product after activation, bias and residual.
+    """Emit code that applies GLU, bias and residual to one element of a matmul's result.
 
-    dots: one dot product, or with a GLU two: of gate and of up. given: memrefs of the operands by
-    name.
+    dots: the element's dot product; with a GLU, two dot products: of gate and of up.
+    given: memrefs of the kernel's operands by name.
+    token, row: the element is y[token, row].
     """
     y = dots[0] if matmul.glu is None else b.mulf(ACTIVATIONS[matmul.glu](b, dots[0]), dots[1])
     if "bias" in given:
@@ -93,10 +102,12 @@ def finished(b: GpuBody, matmul: Matmul, dots: list[Ssa], given: dict[str, Ssa],
 
 
 def _lanes(units: int) -> int:
-    """Return how many threads compute a row of the weight together: 64, 32, 16 or 8.
+    """Return how many threads should compute the dot product of one weight row together.
 
-    It is the number with which the fewest threads are idle at the end of a row. units: number of
-    units of 8 elements in a row.
+    The threads divide the row's units, of 8 elements each, among them. Of 64, 32, 16 and 8 threads,
+    return the number with the fewest idle threads in the last step, and the largest if equal.
+
+    units: number of units in a row.
     """
     idle = {lanes: -(-units // lanes) * lanes for lanes in (64, 32, 16, 8)}
     return min(idle, key=lambda lanes: (idle[lanes], -lanes))
@@ -104,14 +115,15 @@ def _lanes(units: int) -> int:
 
 @cache
 def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
-    """Return the kernel of a matmul of up to `MAX_TOKENS` tokens, or of any number with experts.
+    """Return the GPU kernel of a matmul: with experts, or of up to `MAX_TOKENS` tokens without.
 
     Operands: see `operands`. Result: y f32 [tokens, out]. With experts, a row of y is the result of
     one (token, expert) pair, and `matmul.tokens` is the number of pairs.
 
-    summed: for experts. If not 0, the kernel multiplies the result of each pair by its factor in
-    the operand `weights`, f32 [pairs], and adds the results of each `summed` consecutive pairs.
-    Then y and the residual are f32 [pairs / summed, out].
+    summed: 0, or for experts, a number of consecutive pairs to add. Then the kernel multiplies the
+        result of each pair by its factor in the operand `weights`, f32 [pairs], and adds the
+        results of each `summed` consecutive pairs. In this case, y and the residual are f32
+        [pairs / summed, out].
     """
     layout, inner, out = layout_of(matmul.codec), matmul.in_features, matmul.out_features
     tokens = 1 if matmul.experts else matmul.tokens
@@ -190,10 +202,11 @@ def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
 
 
 def _unit(b: GpuBody, decoder: Units, row: Index, unit: Index, xs: list[list[Ssa]], totals: list[Ssa]) -> list[Ssa]:
-    """Emit code that adds dot products of a unit (8 elements) of the weight and of x to `totals`.
+    """Emit code that adds the products of 8 elements to dot products of a weight row and rows of x.
 
-    Return the new totals, one for each row of x. xs: for each row of x, the elements of the unit.
-    row, unit: which row of the weight, and which unit of it.
+    row, unit: the elements are 8 * unit .. 8 * unit + 7 of weight row `row`.
+    xs: for each row of x, the 8 elements of x with the same indices.
+    totals: for each row of x, the dot product so far. The new totals are returned.
     """
     codes, (scale, minimum) = decoder.codes(row, unit), decoder.scale(row, unit)
     if scale is None:

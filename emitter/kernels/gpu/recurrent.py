@@ -1,13 +1,14 @@
 """Recurrent layers on a GPU: causal convolution, selective scan and gated delta rule.
 
-A thread updates a part of a state in place, token by token. The parts are independent:
+A thread updates its part of a state in place, token by token. The parts do not depend on each
+other:
 
-    causal convolution   a thread: one feature; the window of the filter is in registers
+    causal convolution   a thread: one feature; the last inputs of the filter are in registers
     selective scan       a workgroup: one head; a thread: rows of S [head_dim, n], in memory
     gated delta rule     a workgroup: one head; a thread: columns of S [k_dim, v_dim], in memory
 
-The formulas are in `emitter.recurrences`. Padding and idle sequences, which have a negative
-position, have zero results and do not change a state.
+The formulas are in `emitter.recurrences`. The result is zero for padding, and for an idle sequence
+of a batch, which has a negative position. Neither changes the state.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _ISA = ISAS["avx2"]  # for the operands and references of the CPU kernels, which
 def _like(kernel: Kernel, workgroups: int, threads: int, write) -> Kernel:
     """Return a GPU kernel with the operands, results, reference and cost of a CPU kernel.
 
-    write: emits the body of the GPU kernel.
+    workgroups, threads: number of workgroups, and of threads in each.
+    write: function that emits the body of the GPU kernel, see `Kernel`.
     """
     name = "gpu_" + kernel.name.removesuffix(f"_{_ISA.name}")
     return GpuKernel(
@@ -53,8 +55,14 @@ def causal_conv(
 ) -> Kernel:
     """Return the GPU kernel of a depthwise causal convolution with a state, and an activation.
 
-    features: number of channels. positions: length of the filter. x: the columns of the operand x
-    that are convolved. Operands and results are those of the CPU kernel, `recurrent.causal_conv`.
+    Operands and results are those of the CPU kernel, `recurrent.causal_conv`.
+
+    tokens: number of tokens, and whether they are one sequence or a batch.
+    features: number of channels.
+    positions: length of the filter.
+    x: which columns of the operand x are convolved.
+    bias: whether the convolution has a bias.
+    activation: name of the activation; None for none.
     """
     n, units = positions, -(-features // THREADS)
 
@@ -80,11 +88,14 @@ def causal_conv(
 
 
 def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns]) -> Kernel:
-    """Return the GPU kernel of the scan of Mamba 2.
+    """Return the GPU kernel of the selective scan of Mamba 2.
 
-    shape: (groups, heads, head_dim, n). columns: for each of the operands x, dt, B and C, the
-    columns that the kernel reads. Operands and results are those of the CPU kernel,
-    `recurrent.selective_scan`.
+    Operands and results are those of the CPU kernel, `recurrent.selective_scan`.
+
+    tokens: number of tokens, and whether they are one sequence or a batch.
+    shape: (groups, heads, head_dim, n). The state of a head is [head_dim, n]. Each of the `groups`
+        pairs of B and C is used by heads / groups heads.
+    columns: for each of the operands x, dt, B and C, the columns that the kernel reads.
     """
     groups, heads, head_dim, n = shape
     threads = -(-min(head_dim, 128) // 32) * 32
@@ -115,11 +126,15 @@ def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, C
 
 
 def gated_delta(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns], norm_eps: float | None = None) -> Kernel:
-    """Return the GPU kernel of the gated delta rule and a gated norm.
+    """Return the GPU kernel of the gated delta rule, followed by a gated norm.
 
-    shape: (k_heads, heads, k_dim, v_dim). columns: for each of the operands q, k, v, alpha, beta
-    and z, the columns that the kernel reads. norm_eps: epsilon of the norm; None for no norm.
     Operands and results are those of the CPU kernel, `recurrent.gated_delta`.
+
+    tokens: number of tokens, and whether they are one sequence or a batch.
+    shape: (k_heads, heads, k_dim, v_dim). q and k have k_heads heads of size k_dim; v has `heads`
+        heads of size v_dim.
+    columns: for each of the operands q, k, v, alpha, beta and z, the columns that the kernel reads.
+    norm_eps: epsilon of the norm; None for no norm.
     """
     k_heads, heads, k_dim, v_dim = shape
     threads = 1 << min(v_dim - 1, 127).bit_length()

@@ -1,11 +1,18 @@
-"""Choose the experts of each token on a GPU, as `lowering.portable.route` does.
+"""A GPU kernel that chooses the experts of each token of an MoE layer.
 
-each workgroup: one token
-  likely [experts] = softmax or sigmoid of the logits; rated = likely + correction            shared
-  with groups: sum the `best` highest rated of each group; rated = -inf outside the best groups
-  for expert: rank = number of experts that are rated higher, or as high with a lower index
-    if rank < top_k: chosen[rank], weights[rank] = expert, likely[expert]                     shared
-  weights = weights / sum(weights), if `normalised`                                           memory
+It computes the same function as `lowering.portable.route`. The right column names the memory that
+the line writes:
+
+    each workgroup: one token
+      likely [experts] = softmax or sigmoid of the logits                                   shared
+      rated [experts] = likely + correction; the experts with the highest numbers win       shared
+      if experts are divided into groups:
+        rating of a group = sum of its `best` highest numbers in `rated`                    shared
+        rated = -inf for the experts outside the groups with the highest ratings            shared
+      for each expert:
+        rank = number of experts with a higher `rated`, or with an equal one and a lower index
+        if rank < top_k: chosen[rank] = expert; weights[rank] = likely[expert]              shared
+      weights = weights / sum(weights), if `normalised`                                     memory
 """
 
 from functools import cache
@@ -26,17 +33,18 @@ def route(
     T: int, experts: int, top_k: int, scores: str, normalised: bool, correction: bool, groups: tuple[int, int] = (1, 1),
     best: int = 0,
 ) -> GpuKernel:  # fmt: skip
-    """Return the kernel that chooses `top_k` experts of each of T tokens.
+    """Return the GPU kernel that chooses `top_k` experts for each of T tokens.
 
-    Operands: logits f32 [T, experts], correction f32 [experts] if `correction`. Results: chosen i32
-    [T, top_k], best first, and weights f32 [T, top_k].
+    Operands: logits f32 [T, experts]; correction f32 [experts] if `correction`. Results: chosen i32
+    [T, top_k], the indices of the experts, best first; weights f32 [T, top_k], from their scores.
 
-    scores: the function that turns logits into scores, "softmax" or "sigmoid".
+    scores: function that turns logits into scores, "softmax" or "sigmoid".
     normalised: whether the weights of a token are divided by their sum.
-    correction: whether an operand is added to the scores for the choice, but not to the weights.
-    groups: (n, m): the experts are divided into n groups, and are chosen from the m best groups
-        only.
-    best: a group is as good as the sum of its `best` largest scores.
+    correction: whether the operand `correction` is added to the scores to choose the experts. The
+        weights are computed without it.
+    groups: (n, m): the experts are divided into n groups, and only experts of the m best groups can
+        be chosen.
+    best: groups are compared by the sum of their `best` largest scores.
     """
     operands = {"logits": TensorType((T, experts), F32)}
     if correction:
@@ -95,7 +103,10 @@ def route(
 
 
 def _rank(b: GpuBody, scores: Ssa, count: int, i: Index) -> Ssa:
-    """Return the rank of score `i`: 0 for the largest; of equal scores, the first comes first."""
+    """Emit code that computes the rank of score `i` in descending order: 0 for the largest score.
+
+    Of equal scores, the one with the lowest index comes first. scores: memref f32 [count].
+    """
     score = b.load(scores, i)
     with b.loop(0, count, carry=[b.i32(0)]) as other:
         x = b.load(scores, other.index)

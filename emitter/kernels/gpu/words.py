@@ -1,15 +1,17 @@
-"""The layout of weights for GPU kernels: rows of 32-bit words with the codes and their scales.
+"""The layout of weights for GPU kernels: each row is packed into 32-bit words.
 
-A unit is 8 consecutive elements of a row; a thread decodes one unit at a time. A row [in] has three
-parts, in this order:
+A code is the stored number of one element, before it is multiplied by a scale. Codes of 4, 5, 6 and
+8 bits are stored as unsigned numbers: the codec's signed code plus `Layout.offset`. Codes of 16 or
+32 bits are floats. A thread decodes one unit at a time: 8 consecutive elements of a row.
+
+A row has three parts, in this order:
 
     low codes    codes of 4, 8, 16 or 32 bits: 1, 2, 4 or 8 words for each unit;
                  codes of 5 or 6 bits: 1 word for each unit, with the lowest four bits of each code
-    high codes   codes of 5 or 6 bits: 8 or 16 bits for each unit, with the other bits of each code
-    scales       scales and minima of groups or blocks, see `SCALES`
+    high codes   only for codes of 5 or 6 bits: the other 1 or 2 bits of each code
+    scales       scales and minima of groups of elements, see `SCALES`
 
-So consecutive threads read consecutive words. Codes of 4, 5, 6 and 8 bits are stored as unsigned
-numbers: the codec's signed code plus `Layout.offset`. Codes of 16 or 32 bits are floats.
+So consecutive threads read consecutive words.
 """
 
 from __future__ import annotations
@@ -44,10 +46,10 @@ NATIVE = {
 
 
 def widened(codec_name: str) -> str | None:
-    """Describe the larger format in which GPU kernels store this codec; None if it is not larger.
+    """Return a description of the format to which GPU kernels widen a codec, such as "f32".
 
-    The text, such as "f32", shows users why a weight takes more memory than in the checkpoint. Its
-    values are the same.
+    Return None for a codec that GPU kernels store at its own size. The description explains to
+    users why a weight takes more memory than in the checkpoint. Its values do not change.
     """
     if codec_name in NATIVE:
         return None
@@ -60,9 +62,10 @@ def widened(codec_name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a row of weights is stored as 32-bit words for GPU kernels.
+    """How a row of weights is packed into 32-bit words for GPU kernels.
 
-    bits: size of a code. Codes of 16 bits or more are floats.
+    codec: name of the codec of the weights.
+    bits: size of a code, the stored number of one element. Codes of 16 bits or more are floats.
     scales: how the scales are stored, a key of `SCALES`.
     group: number of elements that share a scale.
     offset: number that is added to a signed code to store it as an unsigned number.
@@ -83,12 +86,20 @@ class Layout:
 
     @property
     def low_words(self) -> int:
-        """Return how many words the low codes of a unit (8 elements) take."""
+        """Return how many words the low codes of 8 elements take.
+
+        The low code of an element is its complete code, or the lowest 4 bits of a code of 5 or 6
+        bits.
+        """
         return {4: 1, 5: 1, 6: 1, 8: 2, 16: 4, 32: 8}[self.bits]
 
     @property
     def high_bits(self) -> int:
-        """Return how many bits the high codes of a unit (8 elements) take: 0, 8 or 16."""
+        """Return how many bits the high codes of 8 elements take: 0, 8 or 16.
+
+        The high code of an element is its code without the lowest 4 bits. Only codes of 5 and 6
+        bits are divided into a low and a high code.
+        """
         return {5: 8, 6: 16}.get(self.bits, 0)
 
     @cached_property
@@ -97,9 +108,10 @@ class Layout:
         return words, elements or self.group
 
     def parts(self, inner: int) -> tuple[int, int, int]:
-        """Return (words of low codes, words of high codes, words of scales) in a row of weights.
+        """Return the sizes in words of the parts of a weight row: (low codes, high codes, scales).
 
-        inner: number of elements of the row.
+        Codes of 5 and 6 bits are stored in two parts: the lowest 4 bits of each are its low code,
+        the others its high code. Codes of other sizes are low codes. inner: elements of the row.
         """
         units = -(-inner // UNIT)
         words, elements = self._scale_words
@@ -107,11 +119,17 @@ class Layout:
         return units * self.low_words, -(-units * self.high_bits // 32), scales
 
     def row_words(self, inner: int) -> int:
-        """Return the number of words of a row; a multiple of 4, so that rows are aligned."""
+        """Return the number of words of a row of `inner` elements.
+
+        It is a multiple of 4, so that each row is aligned to 16 bytes.
+        """
         return -(-sum(self.parts(inner)) // 4) * 4
 
     def pack(self, raw: np.ndarray, inner: int) -> np.ndarray:
-        """Return rows of a codec, u8 [rows, row_bytes], as words, i32 [rows, row_words(inner)]."""
+        """Convert rows from the format of the codec, u8 [rows, row_bytes], to this layout.
+
+        raw: the rows. inner: number of elements of a row. Return i32 [rows, row_words(inner)].
+        """
         out = np.zeros((len(raw), self.row_words(inner)), np.uint32)
         step = max(1, rows_at_once(8 * inner))
         for start in range(0, len(raw), step):
@@ -180,7 +198,10 @@ def layout_of(codec_name: str) -> Layout:
 
 
 def _joined(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Pack unsigned codes [n, k] into u32 words, the first code in the lowest bits."""
+    """Pack unsigned codes [n, k], of `bits` bits each, into u32 words [n, words].
+
+    The first code is in the lowest bits of a word.
+    """
     per_word = 32 // bits
     codes = codes.astype(np.uint32)
     if missing := -codes.shape[1] % per_word:
@@ -191,9 +212,13 @@ def _joined(codes: np.ndarray, bits: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Units:
-    """A writer of code that decodes units of 8 elements of a weight.
+    """A writer of code that decodes a quantised weight in a GPU kernel, 8 elements at a time.
 
-    weight: memref i32 [rows, layout.row_words(inner)]. inner: elements of a row.
+    weight: memref i32 [rows, layout.row_words(inner)].
+    inner: number of elements of a row.
+
+    Arguments of the methods:
+    row, unit: the elements are 8 * unit .. 8 * unit + 7 of row `row`.
     """
 
     b: GpuBody
@@ -202,7 +227,10 @@ class Units:
     inner: int
 
     def codes(self, row: Index, unit: Index) -> list[Ssa]:
-        """Emit code that loads a unit; return its 8 codes as f32, without scale and minimum."""
+        """Emit code that loads the codes of elements 8 * unit .. 8 * unit + 7 of a row.
+
+        Return the signed codes as f32, not multiplied by the scale.
+        """
         b, layout = self.b, self.layout
         if layout.bits >= 16:
             return self._floats(row, unit)
@@ -237,10 +265,10 @@ class Units:
         return b.binary("shrui", word, b.to_i32(b.mul(b.rem(unit, per_word), bits)))
 
     def scale(self, row: Index, unit: Index) -> tuple[Ssa | None, Ssa | None]:
-        """Emit code that loads the scale and the minimum of a unit; return them as f32.
+        """Emit code that loads the scale and minimum of elements 8 * unit .. 8 * unit + 7 of a row.
 
-        The value of an element is code * scale + minimum. The scale or the minimum is None if the
-        layout has none.
+        Return (scale, minimum) as f32. The value of an element is code * scale + minimum. A scale
+        or minimum that the layout does not have is None.
         """
         b, layout = self.b, self.layout
         if not layout.scales:
@@ -272,7 +300,7 @@ class Units:
         return minimum if self.layout.minimum > 0 else self.b.subf(self.b.f32(0.0), minimum)
 
     def values(self, row: Index, unit: Index) -> list[Ssa]:
-        """Emit code that loads a unit; return its 8 values as f32."""
+        """Emit code that decodes elements 8 * unit .. 8 * unit + 7 of a row; return them as f32."""
         codes, (scale, minimum) = self.codes(row, unit), self.scale(row, unit)
         if scale is None:
             return codes
@@ -287,9 +315,10 @@ def _fours(b: GpuBody, weight: Ssa) -> Ssa:
 
 
 def weight_values(layout: Layout, words: np.ndarray, inner: int) -> np.ndarray:
-    """Return the values of packed rows, f32 [rows, inner], computed in NumPy.
+    """Decode rows in a layout for GPUs with NumPy; return their values, f32 [rows, inner].
 
-    words: i32 [rows, layout.row_words(inner)].
+    words: i32 [rows, layout.row_words(inner)], as `Layout.pack` returns them.
+    inner: number of elements of a row.
     """
     low, high, scales = layout.parts(inner)
     rows, words = len(words), np.ascontiguousarray(words).view(np.uint32)
@@ -321,9 +350,12 @@ def _apart(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _scale_values(layout: Layout, words: np.ndarray, inner: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the scales and the minima of all groups, f32 [rows, groups] each.
+    """Return (scales, minima) of all groups of elements, each f32 [rows, groups].
 
-    The minima are None if the layout has none.
+    The caller adds or subtracts the minima, as `layout.minimum` says. They are None if the layout
+    has none.
+
+    words: the words of each row that have its scales. inner: number of elements of a row.
     """
     rows, groups = len(words), inner // layout.group
     halves = lambda x: np.ascontiguousarray(x).view(np.float16).astype(np.float32)

@@ -1,23 +1,24 @@
 """Compute y = W_e x for (token, expert) pairs, where W_e is the weight of expert e.
 
 The router of an MoE layer chooses `per_row` experts for each token, so each row of x has `per_row`
-consecutive pairs. `length` is the number of rows of x that are not padding.
+consecutive pairs. Rows of x from `length` on are padding. `tokens`, `rows`, `rest` and `row_blocks`
+are tile sizes.
 
-With few pairs for each expert, the kernel computes a GEMV for each pair:
+With few pairs for each expert, the kernel computes a GEMV for each pair, as in `gemv`:
 
-    each workgroup: one pair, and one of `tiles.workgroups` shares of the rows of W_e
-      y[pair, share] = W_e[share] x[pair / per_row]                 as in `gemv`; 0 for padding
+    each workgroup: one pair, and one of `tiles.workgroups` equal shares of the rows of W_e
+      y[pair, share] = W_e[share] x[pair / per_row], or 0 if the pair is padding
 
-With more pairs, the kernel groups them by expert, and decodes a weight once for up to `tokens`
-pairs:
+With more pairs, the kernel groups them by expert. It decodes the weight of an expert once for a
+block of up to `tokens` pairs, and multiplies as in `gemm`. `columns` are 16 * `row_blocks` columns
+of y, which are rows of W_e:
 
     each workgroup:
       count the pairs of each expert, without padding
-      for expert, for block of up to `tokens` of its pairs:
-        for the columns of y that this workgroup computes, 16 * `row_blocks` at a time:
-          sums [tokens, columns] = x[pairs / per_row] @ W_e[columns]^T                      as in `gemm`
-          y[pairs, columns] = epilogue(sums)
-      set this workgroup's share of the padding to 0
+      for each expert, for each block of its pairs, for the columns that this workgroup computes:
+        sums [tokens, columns] = x[pairs / per_row] @ W_e[columns]^T
+        y[pairs, columns] = epilogue(sums)
+      set y to 0 for a part of the padding
 
 A block is multiplied in tiles of `rows` pairs. If fewer than `rows` pairs are left at its end, they
 are multiplied in tiles of `rest` pairs. The size of a tile does not change the results.
@@ -50,7 +51,7 @@ UNITS = 8  # units of k (`panel.units`) of a float codec per loop iteration
 
 
 class ExpertGemvs:
-    """A writer of the body of a kernel with one GEMV for each (token, expert) pair."""
+    """A writer of the body of an MoE matmul kernel: one GEMV for each (token, expert) pair."""
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemvTiles, buffers: Buffers):
         self.b, self.matmul, self.isa, self.tiles, self.buffers = b, matmul, isa, tiles, buffers
@@ -78,10 +79,11 @@ class ExpertGemvs:
 class _PairTiles(PanelTiles):
     """Tile sizes of MoE matmuls that multiply blocks of (token, expert) pairs of one expert.
 
-    A block has up to `tokens` pairs, and is multiplied in tiles of fewer pairs.
+    A block has up to `tokens` pairs. The kernel multiplies it in tiles of a few pairs, whose sums
+    are in registers.
 
-    direct: max number of pairs of a small block. Weights for a small block are decoded in
-        registers, weights for a larger block into a panel, a buffer on the stack.
+    direct: max number of pairs of a small block. The kernel decodes weights for a small block in
+        registers, and for a larger block into a panel, a buffer on the stack.
     few: number of pairs in a tile of a small block. It must divide `direct`.
     rest: number of pairs in a tile at the end of a large block, where fewer pairs are left than the
         `rows` of its other tiles. It must divide `rows`.
@@ -99,7 +101,7 @@ class _PairTiles(PanelTiles):
 
 @dataclass(frozen=True)
 class GroupedTiles(_PairTiles, GemmTiles):
-    """The tile sizes of `Grouped`, the GEMM over (token, expert) pairs grouped by expert."""
+    """The tile sizes of `Grouped`, an MoE matmul for f32 x that groups tokens by expert."""
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
@@ -115,7 +117,7 @@ class GroupedTiles(_PairTiles, GemmTiles):
 
 @dataclass(frozen=True)
 class GroupedInt8Tiles(_PairTiles, GemmInt8Tiles):
-    """The tile sizes of `GroupedInt8`, which is `Grouped` for int8 x."""
+    """The tile sizes of `GroupedInt8`, an MoE matmul for int8 x that groups tokens by expert."""
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
@@ -142,12 +144,13 @@ def _pairs_of_block(matmul: Matmul, rows: int, limit: int) -> int:
 class Grouped(Gemm):
     """A writer of the body of an MoE matmul kernel that groups (token, expert) pairs by expert.
 
-    The kernel multiplies a block of pairs with the same expert at a time.
+    The kernel multiplies up to `tiles.tokens` pairs of one expert at a time. The weights of all
+    experts are concatenated, and packed in blocks of 16 rows.
 
     Arguments of the methods:
-    first_block: index, in the expert's weight, of the first 16-row block to multiply.
-    block: index of this 16-row block in the concatenated weights of all experts.
-    count: number of pairs in the current block of pairs.
+    block: index of the first 16-row block to multiply in the concatenated weights.
+    first_block: index of the same 16-row block in the weight of its expert.
+    count: number of pairs that are multiplied.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: Any, buffers: Buffers):
@@ -202,10 +205,13 @@ class Grouped(Gemm):
             b.store(b.binary("addi", b.load(self.counts, expert), one), self.counts, expert)
 
     def _gather(self, expert: Index, first: Index, real: Index) -> None:
-        """Emit code that collects a block of (token, expert) pairs of one expert in `self.pairs`.
+        """Emit code that writes a list of an expert's (token, expert) pairs to `self.pairs`.
 
-        The block has indices of pairs, and begins with pair number `first` of this expert. real:
-        number of pairs of all experts that are not padding.
+        The list has the indices of up to `tiles.tokens` pairs, in ascending order.
+
+        expert: index of the expert.
+        first: number of the expert's first pairs to skip.
+        real: pairs from this index on are padding.
         """
         b = self.b
         with b.loop(0, real, carry=[b.index(0)]) as pair:
@@ -240,12 +246,14 @@ class Grouped(Gemm):
                     self._direct_tile(sides, full, size)
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
-        """Emit code that computes the dot products of `rows` pairs with some rows of the weight.
+        """Emit code that multiplies a few (token, expert) pairs by some rows of the weight.
 
-        The code decodes weights in registers, and stores the results in `self.sums`. token: index
-        of the first (token, expert) pair in the current block of pairs. sides: vectors of weight
-        rows; (block, v, column) is vector `v` of 16-row block `block`, and its results begin at
-        `column`.
+        The code decodes the weights in registers, and stores the dot products in `self.sums`.
+
+        sides: one triple (block, v, column) for each vector of weight rows. The vector has rows
+            v * lanes .. v * lanes + lanes - 1 of the 16-row block `block`, and its dot products are
+            stored from column `column` of `self.sums` on.
+        token, rows: the pairs are elements token .. token + rows - 1 of the list `self.pairs`.
         """
         b, lanes, unit = self.b, self.lanes, units(self.matmul.codec)
         x_row = self._x_rows(token, rows)
@@ -293,7 +301,7 @@ class Grouped(Gemm):
 
 
 class GroupedInt8(Grouped, GemmInt8):
-    """A writer of the body of a `Grouped` kernel, the GEMM over MoE pairs, for int8 x."""
+    """A writer of the body of an MoE matmul kernel for int8 x that groups tokens by expert."""
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
         b, records, parts, (first_block, _, first_column) = self.b, self.panel.records, self.step.parts, sides[0]

@@ -1,32 +1,35 @@
 """Compute Y = X W^T for a chunk of tokens; weights are decoded to f32 once for many tokens.
 
 This is the GEMM of Goto and van de Geijn 2008, with decoding in place of packing B. The decoded
-part of the weight is called a panel:
+part of the weight is called a panel. `tokens`, `rows`, `row_blocks`, `wide` and `depth` are tile
+sizes (`PanelTiles`). The right column names the memory that the line writes:
 
-    each workgroup: a few items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
-      for item:
-        sums [tokens, columns] = 0                                                                    stack
+    each workgroup: a few items; an item is `tokens` tokens and 16 * `row_blocks` columns of Y
+      for each item (the columns of Y are rows of W):
+        sums [tokens, columns] = 0                                                          stack
         for k in steps of `depth`:
-          panel [depth, columns] = decoded W[columns, k : k + depth]^T                                stack
-          prefetch the next panel's part of W, between the products of this one
-          sums += X[tokens, k : k + depth] @ panel         `rows` tokens x 16 * `wide` columns in registers
-        Y[tokens, columns] = epilogue(sums)                                                          memory
+          panel [depth, columns] = decoded W[columns, k : k + depth]^T                      stack
+          sums += X[tokens, k : k + depth] @ panel                                          stack
+            in tiles of `rows` tokens and 16 * `wide` columns, whose sums are in registers
+            meanwhile, prefetch the part of W that is decoded next
+        Y[tokens, columns] = epilogue(sums)                                                memory
 
 Rows of Y from `length` on are padding and become zero.
 
-`GemmCanonical`, for quantised weights, adds in the same order as `gemv`, so that a token gets the
-same bits whether it is computed in a chunk or as the only token. Its panel has codes. The kernel
-multiplies X by codes first, and then the sums over each codec group (elements of a row that share a
-scale) by the group's scale. The formula of a weight is in `codec.Parts`:
+`GemmCanonical` is for quantised weights. It adds in the same order as `gemv`, so that a token gets
+the same bits whether it is computed in a chunk or as the only token. Its panel has the codes of
+weights, the stored numbers before scaling. A codec group is a group of elements of a row that share
+a scale. The kernel adds x * code over a codec group first, and then multiplies by the scale. With
+the names of `codec.Parts`, a codec group adds to the sums of a token:
 
-    codes with minima      sums += d * scale * sum(x * code) +- m * minimum * sum(x)
-    codes with an offset   sums += d * scale * (sum(x * code) - offset * sum(x))
+    codec with minima      d * scale * sum(x * code) +- m * minimum * sum(x)
+    codec with an offset   d * scale * (sum(x * code) - offset * sum(x))
 
-The operand `x_sums` has sum(x) of each group, already multiplied by +1 or -1 (the sign of minima)
-or by -offset.
+The operand `x_sums` has sum(x) of each codec group, already multiplied by +1 or -1 (the sign of
+minima) or by -offset.
 
-`gemv` multiplies codes, and divides x, by powers of two (`code_factors`). `GemmCanonical` does not.
-Both give the same bits unless |x| is below 1e-30.
+Unlike `GemmCanonical`, `gemv` computes with codes that are multiplied by powers of two, and with x
+divided by them (`code_factors`). Both give the same bits unless |x| is below 1e-30.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +58,10 @@ MAX_TOKENS = 132  # more tokens would evict x from the L2 cache between blocks o
 
 @dataclass(frozen=True)
 class GemmTiles(PanelTiles):
-    """The tile sizes of `Gemm`; unroll: elements of in_features per iteration of the inner loop."""
+    """The tile sizes of `Gemm`.
+
+    unroll: number of elements of in_features that an iteration of the inner loop multiplies.
+    """
 
     unroll: int = 8
 
@@ -83,8 +89,9 @@ class GemmTiles(PanelTiles):
 class Gemm:
     """A writer of the body of a matmul kernel for many tokens.
 
-    The kernel decodes weights into a panel, a buffer on the stack, and multiplies many tokens by
-    it.
+    The kernel decodes a part of the weight into a panel, a buffer on the stack, and multiplies many
+    tokens by it.
+
     panel_type: class of the panel, from `weights.panel`.
     """
 
@@ -116,8 +123,12 @@ class Gemm:
     def _dots(self, first_block: Index, first: Index, end: Index) -> None:
         """Emit code that stores the dot products of tokens and weight rows in `self.sums`.
 
-        The tokens are first .. end - 1, and later ones if they are in the same tile as the last of
-        these. The weight rows are `tiles.row_blocks` 16-row blocks, from `first_block` on.
+        Row i of `self.sums` belongs to token first + i.
+
+        first_block: index of the first block of 16 weight rows. The code multiplies
+            `tiles.row_blocks` blocks.
+        first, end: the code multiplies tokens first .. end - 1. If `end` is inside a tile of
+            tokens, it multiplies the complete tile.
         """
         b, depth, rows = self.b, self.tiles.depth, self.full_rows
         full = self.in_features // depth * depth
@@ -141,7 +152,10 @@ class Gemm:
         self.next_panel = b.add(first_block, b.mul(wraps, self.tiles.row_blocks)), b.sub(k, b.mul(wraps, self.in_features))
 
     def _prefetch_next(self, part: Index, parts: int) -> None:
-        """Emit prefetches of one of `parts` equal parts of the next panel's weights."""
+        """Emit prefetches of a part of the weights that the kernel decodes next.
+
+        parts: number of equal parts into which these weights are divided. part: index of the part.
+        """
         self.panel.prefetch(*self.next_panel, self.tiles.depth, part, parts)
 
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
@@ -180,7 +194,10 @@ class Gemm:
 
 @dataclass(frozen=True)
 class GemmCanonicalTiles(GemmTiles):
-    """The tile sizes of `GemmCanonical`; its panel has codes, scales and minima, not weights."""
+    """The tile sizes of `GemmCanonical`.
+
+    Its panel, a stack buffer for a part of the weight, has codes, scales and minima of weights.
+    """
 
     def stack_bytes(self, matmul: Matmul) -> int:
         return super().stack_bytes(matmul) + 4 * LANES * self.row_blocks * 2 * (self.depth // matmul.format.group)
@@ -194,7 +211,10 @@ class GemmCanonicalTiles(GemmTiles):
 
 
 class GemmCanonical(Gemm):
-    """A `Gemm` whose order of additions does not depend on the number of tokens."""
+    """A `Gemm` whose order of additions is the same for any number of tokens.
+
+    So a token gets the same bits, whichever other tokens are multiplied with it.
+    """
 
     panel_type = CodePanel
 

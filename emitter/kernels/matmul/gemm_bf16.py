@@ -1,11 +1,12 @@
 """Compute Y = X W^T with x and weights rounded to bf16, with instructions for pairs of bf16.
 
 The kernel is for 2 or more tokens. Its loops are those of `gemm`, with two differences:
-- The operands are i32: each packs two bf16 that are neighbours along k (for x, see `split_x`). So
-  two products are added at a time: X[token, k] * W[column, k] + X[token, k + 1] * W[column, k + 1].
-- bf16 weights are read from the packed weight; other weights are decoded into a panel. The kernel
-  multiplies all tokens of an item by `depth` elements along k before it goes on to the next
-  elements, so that these weights stay in the L1 cache.
+- The elements of x and of weights are in i32 words; each word has two bf16 that are neighbours
+  along k. So an instruction adds two products at a time:
+  X[token, k] * W[column, k] + X[token, k + 1] * W[column, k + 1].
+- bf16 weights are read directly from the packed weight. Other weights are decoded into a buffer
+  first, the panel. For both, the kernel multiplies all tokens of a block by `depth` elements along
+  k before it goes on to the next elements, so that these weights stay in the L1 cache.
 """
 
 from dataclasses import dataclass
@@ -51,7 +52,10 @@ class GemmBf16Tiles(PanelTiles):
 
 
 class _Weights(BasePanel):
-    """A replacement of a panel that reads bf16 weights from the packed weight; it has no buffer."""
+    """A class with the methods of a panel (a buffer of decoded weights) for bf16 weights.
+
+    It has no buffer, because the kernel can read bf16 weights directly from the packed weight.
+    """
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
         self.block, self.first = first_block, self.b.div(k, 2)
@@ -67,7 +71,7 @@ class _Panel(Bf16Panel):
 
 
 class GemmBf16(Gemm):
-    """A writer of the body of a kernel for x and weights rounded to bf16."""
+    """A writer of the body of a matmul kernel for tokens and weights rounded to bf16."""
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemmBf16Tiles, buffers: Buffers):
         self.panel_type = _Weights if matmul.codec == "bf16" else _Panel

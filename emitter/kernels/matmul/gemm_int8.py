@@ -1,13 +1,13 @@
-"""Compute Y = X W^T with x in int8 (`round_x`); int8 products are added exactly, in s32.
+"""Compute Y = X W^T with x quantised to int8 by `round_x`; int8 products are added exactly, in s32.
 
-A weight is scale * code + base, with one scale and base for each codec group (elements of a row
-that share a scale). An element of x is x_scale * n, with an int8 n, and one x_scale for each 32
-elements. So 32 elements along k add
+A weight is scale * code + base, where the code is a small integer. Each codec group (some
+consecutive elements of a row) has one scale and one base. An element of x is x_scale * n, with an
+int8 n, and one x_scale for each 32 elements. So a codec group adds to an element of Y
 
     scale * x_scale * sum(code * n) + base * sum(x)
 
-`GemmInt8`, for a chunk of tokens, has the loops of `gemm`. Its panel has int8 codes, four in each
-i32, and the scale and base of each codec group.
+`GemmInt8`, for a chunk of tokens, has the loops of `gemm`. It decodes a part of the weight into a
+panel, a buffer with int8 codes, four in each i32, and with the scale and base of each codec group.
 
 `SmallBatchInt8`, for a few tokens, has no panel: it loads codes into registers, and multiplies
 `rows` tokens by them before it loads the next codes.
@@ -69,15 +69,18 @@ class GemmInt8Tiles(PanelTiles):
 
 
 def row_bytes(depth: int, group: int) -> int:
-    """Return the size in bytes of a row of W in a panel: int8 codes, and (scale, base) of groups.
+    """Return how many bytes one row of W takes in a panel, a buffer for decoded weights.
 
-    depth: elements of the row in the panel. group: elements that share a scale.
+    A row has an int8 code for each element, and an f32 scale and an f32 base for each group.
+
+    depth: number of elements of the row that are in the panel.
+    group: number of elements that share a scale and a base.
     """
     return depth + depth // group * 8
 
 
 def int8_depth(matmul: Matmul, budget: int) -> int:
-    """Return how many elements of in_features a panel of int8 codes has by default.
+    """Return the default depth of a panel: how many int8 codes of each row of W it has.
 
     budget: max bytes of the panel for each row of W.
     """
@@ -86,7 +89,7 @@ def int8_depth(matmul: Matmul, budget: int) -> int:
 
 
 class GemmInt8(Gemm):
-    """A writer of the body of a matmul kernel for many tokens of int8 x."""
+    """A writer of the body of a matmul kernel for many tokens, with x quantised to int8."""
 
     panel_type = Int8Panel
 
@@ -116,22 +119,28 @@ class GemmInt8(Gemm):
 class Step:
     """A writer of code that multiplies 32 elements of int8 x by weights, and adds to f32 sums.
 
-    A step is GROUP (32) consecutive elements of in_features. An element of x is x_scale * n, with
-    an int8 n. The instruction multiplies n by c = code + bias, where `code` is the stored code. The
-    bias (`Dot.bias`) makes signed codes unsigned where the instruction needs that; otherwise it is
-    0. For each codec group (elements of a row that share a scale), a step adds
+    The 32 consecutive elements of in_features are called a step. An element of x is x_scale * n,
+    with an int8 n, and with one x_scale for a step. A codec group is a part of the step whose
+    weights share (scale, base). A weight is
 
-        scale * x_scale * sum(c * n) + (base - bias * scale) * sum(x)         if the codec has minima
-        scale * x_scale * (sum(c * n) - (offset + bias) * sum(n))             otherwise
+        scale * c + base                        if the codec has minima
+        scale * (c - offset - bias)             otherwise
 
-    where `offset` is what the codec adds to a code to store it (`Codec.offset`).
+    where c is the code that the instruction multiplies by n. It is the stored code plus a bias
+    (`Dot.bias`), which makes signed codes unsigned where the instruction needs that. `offset`
+    (`Codec.offset`) was added to the code to store it. So for each codec group, a step adds to a
+    sum
+
+        scale * x_scale * sum(c * n) + base * sum(x)                        if the codec has minima
+        scale * x_scale * (sum(c * n) - (offset + bias) * sum(n))           otherwise
 
     Arguments of the methods:
-    rows: indices of rows of x.
-    unit: index of the step in a row.
+    rows: indices of the rows of x.
+    unit: index of the step: it has elements 32 * unit .. 32 * unit + 31 of in_features.
     part: index of a codec group in the step.
-    quads: function that returns the codes. quads(q) has `Dot.quads` vectors of codes for each
-        vector of outputs (rows of the weight), from quad `q` of the step on. A quad is four codes.
+    quads: function that returns codes. A quad is four c in an i32, so a step has quads 0 .. 7.
+        quads(q) returns, for each vector of outputs (rows of the weight), a list of `Dot.quads`
+        vectors: quads q, q + 1 and so on. Each lane has the quad of one output.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Buffers):
@@ -141,10 +150,16 @@ class Step:
         self.bias = 0 if self.codec.minimum else self.codec.offset + self.dot.bias
 
     def add(self, sums: Sequence[Ssa], rows: Sequence[Index], unit: Index, quads: Quads, sides: Sides) -> list[Ssa]:
-        """Return the f32 vectors `sums` plus the dot products of one step.
+        """Return `sums` plus the dot products of 32 elements of x and of the weight.
 
-        sums: a flat list [rows of x][vectors of outputs], where an output is a row of the weight.
-        sides: sides[part][v] is (scale, base) of codec group `part`, for vector `v` of outputs.
+        An output is a row of the weight; a vector of outputs has one output in each lane.
+
+        sums: f32 vectors, a flat list [rows of x][vectors of outputs].
+        rows: indices of the rows of x.
+        unit: the elements are 32 * unit .. 32 * unit + 31 of in_features.
+        quads: function that returns the codes of the weight, see the class.
+        sides: sides[part][v] is (scale, base) of weights, see the class. `part` is the index of a
+            group of the 32 elements that share them, and `v` the index of a vector of outputs.
         """
         b, vectors = self.b, len(sides[0])
         groups = [self._dots(rows, unit, part, quads, vectors) for part in range(self.parts)]
@@ -171,12 +186,17 @@ class Step:
         groups: Sequence[tuple[Index, Index]],
         v: Index,
     ) -> list[Ssa]:
-        """Return `sums` plus the dot products of one step; codes are read from the packed weight.
+        """Return `sums` plus the dot products of 32 elements of x and of the packed weight.
 
-        sums: an f32 vector for each row of x, for one vector of outputs (rows of the weight).
-        block, v: the outputs are vector `v` of the rows of 16-row block `block`.
-        groups: the codec groups of the step, each as (record in the row block, group in the
-            record).
+        The packed weight has blocks of 16 rows. Each block is divided along in_features into
+        records, and each record into codec groups, whose elements share a scale.
+
+        sums: f32 vectors, one for each row of x; each lane belongs to one row of the weight.
+        rows: indices of the rows of x.
+        unit: the elements are 32 * unit .. 32 * unit + 31 of in_features.
+        block, v: the rows of the weight are those of vector `v` of 16-row block `block`.
+        groups: the codec groups that have the 32 elements, each as (index of the record, index of
+            the group in the record).
         """
         codes = [Int8Codes(self.records, block, *group) for group in groups]
         sides = [[each.scale_and_base(v)] for each in codes]
@@ -184,11 +204,21 @@ class Step:
         return self.add(sums, list(rows), unit, lambda q: [codes[q // each].quads(q % each, v)], sides)
 
     def _dots(self, rows: Sequence[Index], unit: Index, part: int, quads: Quads, vectors: int) -> list[Ssa]:
-        """Return the dot products of x and one codec group before scaling, as f32 vectors.
+        """Return dot products of int8 x and codes of weights, not yet scaled, as f32 vectors.
 
-        A dot product is sum(c * n) if the codec has minima. Otherwise it is
-        sum(c * n) - (offset + bias) * sum(n), see the class. The result is a flat list
-        [rows of x][vectors of outputs]. vectors: number of vectors of outputs.
+        A dot product is over one codec group (elements that share a scale). With a code c of the
+        weight and an int8 n of x, it is
+
+            sum(c * n)                          if the codec has minima
+            sum((c - offset - bias) * n)        otherwise; see the class for `offset` and `bias`
+
+        The result is a flat list [rows of x][vectors]. Each lane of a vector belongs to a row of
+        the weight.
+
+        rows: indices of the rows of x.
+        unit, part: the codec group is number `part` in elements 32 * unit .. 32 * unit + 31.
+        quads: function that returns the codes, see the class.
+        vectors: number of vectors of rows of the weight.
         """
         b, dot, quads_a_group = self.b, self.dot, self.codec.group // 4
         together = batches(rows, dot.rows)
@@ -229,7 +259,7 @@ class SmallBatchInt8Tiles(Tiles):
 
 
 class SmallBatchInt8:
-    """A writer of matmul kernels for a few tokens whose x is int8."""
+    """A writer of the body of a matmul kernel for a few tokens, with x quantised to int8."""
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchInt8Tiles, buffers: Buffers):
         self.b, self.codec, self.isa, self.tiles, self.buffers = b, matmul.format, isa, tiles, buffers
