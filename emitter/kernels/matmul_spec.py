@@ -28,17 +28,19 @@ PIECES = {"bf16_pairs": 1, "bf16_matrix": 1, "bf16_split": EXACT}
 class Matmul:
     """The specification of y = x W^T, for x [tokens, in] and a packed weight W [out, in].
 
-    codec: name of the codec of W.
+    codec: name of the storage format of W, such as "q4_k".
+    tokens, out_features, in_features: the sizes of y and W.
     rms_eps: epsilon of an RMS norm that the kernel applies to x; None for no norm. CPU kernels
         compute the norm for one token only.
     bias, residual: whether the kernel adds a bias or a residual to y.
-    glu: activation of a GLU, y = act(gate) * up, or None. With a GLU, W has alternate blocks of 16
-        rows of gate and of up, gate first (`weights.packing.pack`).
+    glu: activation of a GLU, y = act(gate) * up, or None. With a GLU, W has both matrices: blocks
+        of 16 rows alternate, the first is of gate, the second of up (`weights.packing.pack`).
     length: whether an operand `length` gives the number of rows of x that are not padding. The
         results of padding are zero.
-    experts: number of experts, or 0. With experts, the weights of all experts are concatenated,
-        `tokens` is the number of (token, expert) pairs, and each row of x has `per_row` consecutive
-        pairs.
+    experts: number of experts of an MoE layer, or 0. With experts, the operand `weight` has the
+        weights of all experts, `tokens` is the number of (token, expert) pairs, and x has
+        tokens / `per_row` rows.
+    per_row: number of experts that each row of x uses; its pairs are consecutive.
     numerics: one of `NUMERICS`, the format of the operand x; "canonical" is f32 with a fixed order
         of additions.
 
@@ -80,29 +82,34 @@ class Matmul:
 
     @property
     def blocks_per_result(self) -> int:
-        """Return the number of 16-row blocks of W for 16 results: 2 with a GLU, otherwise 1."""
+        """Return how many 16-row blocks of W give 16 columns of y: 2 with a GLU, else 1."""
         return 2 if self.glu else 1
 
     @property
     def weight_rows(self) -> int:
-        """Return the number of rows of the packed weight; with experts, of one expert's weight."""
+        """Return the number of rows of the packed weight; with a GLU, of gate and up together.
+
+        With experts, it is the number of rows of one expert's weight.
+        """
         return -(-self.out_features // LANES) * 2 * LANES if self.glu else self.out_features
 
     @property
     def weight_shape(self) -> tuple[int, int, int]:
-        """Return the shape of the packed weight: (16-row blocks, records, bytes of a record).
+        """Return the shape of the packed weight: (blocks of 16 rows, records, bytes of a record).
 
-        A record packs one codec block of each of 16 rows. With experts, the shape is that of one
-        expert's weight.
+        A record has one codec block (such as 32 elements) of each of the 16 rows. With experts, the
+        shape is that of one expert's weight.
         """
         return packed_shape(self.codec, self.weight_rows, self.in_features)
 
     def operands(self) -> dict[str, TensorType]:
         """Return the types of the kernel's operands by name, in order.
 
-        x: activations in f32, or the result y of the kernel `round_x` or `split_x`.
+        The result has those of the following operands that the kernel needs.
+
+        x: activations in f32, or rounded or split by the kernel `round_x` or `split_x`.
         x_scales: scales of x, if x is int8.
-        x_sums: sums of x over each codec group, whose elements share a scale.
+        x_sums: sums of x over each codec group, that is, over elements that share a scale.
         norm: weight of the RMS norm.
         weight: packed weight.
         chosen: index of the expert of each (token, expert) pair.
@@ -134,7 +141,11 @@ class Matmul:
 
     @property
     def summed_groups(self) -> int:
-        """Return how many elements of x are in each sum of the operand `x_sums`; 0 without it."""
+        """Return the number of elements of x in each sum of the operand `x_sums`.
+
+        It is 0 if the kernel has no such operand, and if x is int8, because `round_x` computes
+        those sums.
+        """
         if self.numerics == "canonical" and not self.experts:
             return self.format.group if self.format.summed else 0
         return self.format.group if self.numerics == "bf16_split" and self.format.minimum else 0
@@ -143,7 +154,10 @@ class Matmul:
         return {"y": TensorType((self.tokens, self.out_features), F32)}
 
     def define(self, x: np.ndarray, weight: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
-        """Compute the result {"y": f32 [tokens, out]} in NumPy; given: the other operands."""
+        """Compute the kernel's result in NumPy, as a reference: {"y": f32 [tokens, out]}.
+
+        given: the other operands by name; see `operands`.
+        """
         x = self.x_of(x, given.get("x_scales"))
         if self.rms_eps is not None:
             x = rms_normed(x, given["norm"], self.rms_eps)
@@ -164,7 +178,10 @@ class Matmul:
         return {"y": y}
 
     def x_of(self, x: np.ndarray, scales: np.ndarray | None = None) -> np.ndarray:
-        """Return the activations as f64 [rows, in], from the kernel's operands x and x_scales."""
+        """Return the activations as f64 [rows, in], given the kernel's operands x and x_scales.
+
+        x may be f32, int8 or split into bf16, see `numerics`.
+        """
         if self.numerics == "int8" and scales is not None:
             return of_bytes(x, scales)
         if self.numerics in PIECES:
@@ -181,9 +198,9 @@ class Matmul:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of memory traffic of a call: its operands and its result.
+        """Return the bytes of memory traffic of a call: the size of its operands and its result.
 
-        With experts, the weights of min(experts, number of pairs) experts are counted.
+        With experts, it counts the weights of min(experts, number of pairs) experts.
         """
         types = self.operands() | self.results()
         weight = types.pop("weight").nbytes

@@ -1,33 +1,41 @@
-"""Compute Y = X W^T on a matrix unit (`mlir.matrix`), which multiplies bf16 and adds in f32.
+"""Compute Y = X W^T on a matrix unit such as AMX, which multiplies bf16 and adds in f32.
 
-The loops are those of `gemm`, with pairs of bf16 in the panel and in x (`split_x`).
+As in `gemm`, a workgroup decodes a part of W into a stack buffer, which is called a panel, and
+multiplies many tokens by it. Here x and the panel have bf16, two in each i32 (`split_x`).
 
-To be as exact as f32, the kernel splits each element of x and W into bf16 pieces whose sum is the
-element: three pieces for an f32, two for an f16, one for a bf16 or a code. It multiplies piece i of
-x by piece j of w if i + j < 3. The other products are below the precision of f32. With `--numerics
-fast`, it rounds x and decoded weights to the nearest bf16, and so has one piece of each.
+For results as exact as with f32, each element of x and W is split into bf16 pieces whose sum is the
+element: three pieces for an f32, two for an f16, one for a bf16 or for the code of a quantised
+weight. The kernel multiplies piece i of x by piece j of W if i + j < 3. The other products are
+below the precision of f32.
 
-A quantised weight is scale * code + minimum, with a scale and a minimum for each codec group
-(elements of a row that share a scale). The panel has the codes. The kernel multiplies sums over a
-group by its scale, and adds minimum * `x_sum`, where `x_sum` is the sum of x over the group.
+Quantised W: a weight is scale * code + minimum. A codec group, which is a few consecutive elements
+of a row of W, has one scale and one minimum. The panel stores the codes only. The kernel sums
+x * code over a codec group, multiplies the sum by the scale, and adds minimum * (sum of x over the
+group).
 
-For codecs with groups of 16 elements and no minima, a weight is d * (group scale * code). The panel
-then has the products of group scale and code, as two pieces. For these codecs, read "codec group"
-below as codec block, and "scale" as d:
+Two exceptions:
 
-    each workgroup: a share of the items; an item is `tokens` tokens x 16 * `row_blocks` columns of Y (rows of W)
-      for item in share:
-        sums [tokens, 16 * row_blocks] = 0                                                             stack
+- Some formats have scales at two levels and no minima: weight = d * (group scale * code), where a
+  codec block of several groups has one d. The panel then stores group scale * code, as two pieces.
+  So the loop "for codec group" below runs over codec blocks, with d as the scale.
+- With `--numerics fast`, x and the decoded weights are rounded to one bf16 each. The panel stores
+  these weights, and the loops are those of a float W.
+
+The loops, with the location of each buffer on the right:
+
+    each workgroup: some items; an item is `tokens` tokens x 16 * `row_blocks` rows of W
+      for item:
+        sums [tokens, 16 * row_blocks] = 0                                                     stack
         for k in steps of `depth`:
-          panel [pieces, depth / 32, row_blocks, 16 pairs, 16] = W[columns, k : k + depth]^T           stack
-          for every `high` tiles of `rows` tokens and 16 * `wide` columns:
-            prefetch a part of the next panel's weights
-            for codec group in depth:                               float W: one group, all of depth
-              part [high * wide] = 0                                                       the unit's registers
-              for every 32 k in group, for pieces i of x and j of w with i + j < 3:
-                part += x[i, tile, k] * panel[j, k]
-              sums[tile] += scale * part + minimum * x_sum          float W: sums[tile] += part
-        y [tokens, 16 * row_blocks] = epilogue(sums)                                                   memory
+          panel = pieces of W[rows of the item, k : k + depth]^T                               stack
+          for each `high` * `rows` tokens, for each 16 * `wide` rows of W in the panel:
+            prefetch some of the weights of the next panel
+            for codec group in depth:                          float W: once, for all of depth
+              part = 0                                                registers of the matrix unit
+              for every 32 k in the group, for pieces i of x and j of W with i + j < 3:
+                part += x[i, tokens, k] * panel[j, k, rows]
+              sums += scale * part + minimum * (sum of x)      float W: sums += part
+        y [tokens, 16 * row_blocks] = epilogue(sums)                                          memory
 """
 
 from dataclasses import dataclass
@@ -62,11 +70,14 @@ X_BYTES = 24 << 10  # max bytes of x that are multiplied by a panel at a time; h
 
 @dataclass(frozen=True)
 class GemmMatrixTiles(PanelTiles):
-    """The tile sizes of `GemmMatrix`.
+    """The tile sizes of `GemmMatrix`: how it divides a matmul among the registers of a matrix unit.
 
-    high: number of tiles, of `rows` tokens each, that the matrix unit multiplies at a time by
-        `wide` 16-row blocks of the weight. So it has high * wide accumulators of [rows, 16]
-        results.
+    The matrix unit has high * wide accumulators at a time. Each has the results f32 [rows, 16] for
+    `rows` tokens and 16 rows of the weight.
+
+    high: number of blocks of `rows` tokens that are multiplied at a time.
+    max_stack: max bytes of stack buffers.
+    For the other sizes, see `PanelTiles`.
     """
 
     high: int
@@ -130,15 +141,17 @@ def _step_bytes(matmul: Matmul, row_blocks: int) -> int:
 
 
 class GemmMatrix(Gemm):
-    """A writer of the body of a matmul kernel for a matrix unit, with x and weights as bf16.
+    """Emits the body of a matmul kernel for a matrix unit, with x and weights in bf16.
 
-    A tile is a block of rows of x, in the layout of `split_x`. The matrix unit multiplies `high`
-    tiles by `wide` 16-row blocks of the panel at a time.
+    The code decodes a part of the weight to a stack buffer, the panel. Then it multiplies `high`
+    tiles of x (of `rows` tokens each) by `wide` blocks of 16 rows of the weight at a time. This
+    gives high * wide accumulators f32 [rows, 16] in the matrix unit. `self.sums`, on the stack, has
+    the sums of all tokens for which the code uses the panel.
 
     Arguments of the methods:
-    parts: the high * wide accumulators of the matrix unit.
+    parts: the high * wide accumulators.
     tile: index in x of the first of the `high` tiles.
-    at: index of the same tile in `self.sums`, which has the sums of one item.
+    at: index of the same tile in `self.sums`.
     block: index in the panel of the first of the `wide` 16-row blocks.
     """
 
@@ -199,11 +212,16 @@ class GemmMatrix(Gemm):
     def _add(
         self, parts: list[Block], at: Index, tile: Index, block: Index, high: int, of: tuple[Index, Index] | None = None
     ) -> None:
-        """Emit code that adds the accumulators `parts` to the f32 sums on the stack, `self.sums`.
+        """Emit code that adds the matrix unit's accumulators to `self.sums` on the stack.
 
-        of: the codec group of which `parts` has the sums, as (its index in the panel, its index in
-        a row of x). The code then adds scale * parts + minimum * (sum of x over the group). If
-        None, the panel has weights that need no scale, and the code adds `parts`.
+        If `of` is None, the code adds `parts` without a factor. Otherwise `parts` has dot products
+        of x and codes over one codec group (elements that share a scale), and the code adds
+
+            scale * parts + minimum * (sum of x over the group)
+
+        parts, at, tile, block: see the class.
+        high: number of tiles of x.
+        of: the codec group, as (its index in the panel, its index in a row of x).
         """
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
         for i, part in enumerate(parts):

@@ -1,34 +1,37 @@
 """Compute y = W x for one token; packed weights are decoded in registers, and sums are f32.
 
-Each lane of a vector has one of 16 rows of W, so there are no sums across lanes. A packed weight
-(`weights.packing`) has blocks of 16 rows, and records in each block. A record has one codec block
-of each of the 16 rows. A codec block has d and m, and each of its groups has a scale and a minimum
-(`codec.Parts`).
+Layout of a packed W (`weights.packing`): 16 rows of W are a row block. Each lane of a vector
+computes one of these rows, so nothing is added across lanes. A row block is a sequence of records.
+A record has one codec block (such as 32 or 256 elements) of each of the 16 rows.
 
-    each workgroup: a share of the 16-row blocks
-      xs [in] = norm(x) * code_factors; sums [in / group] = sum of norm(x) over each group             stack
-      for `together` 16-row blocks at a time:
+A weight is d * scale * code + m * minimum (`codec.Parts`). Each codec block has d and m. Its
+elements are divided into groups, and each group has a scale and a minimum.
+
+    each workgroup: a share of the row blocks
+      xs [in] = norm(x) * code_factors                                                         stack
+      sums [in / group] = sum of norm(x) over each group                                       stack
+      for `together` row blocks at a time:
         for record, for group in record:
-          dots = sum over k in group of code[k] * xs[k]              in `chains` independent accumulators
-          y += d * scale * dots + m * minimum * sums[group]                                       registers
-        y = epilogue(y)                                                                              memory
+          dots = sum over k in group of code[k] * xs[k]        in `chains` independent accumulators
+          y += d * scale * dots + m * minimum * sums[group]                                registers
+        y = epilogue(y)                                                                       memory
 
 - A code is read as `f32(word & mask)`, without a shift, so the result is the code times a power of
   two. `code_factors` are the inverses of these powers.
 - `sums` are also multiplied by -1 if minima are subtracted, or by -offset if codes are stored with
   an offset (`group_sum`).
-- With a GLU, 16-row blocks of gate and of up alternate in the weight. A block of gate and its block
-  of up are computed together.
+- With a GLU, row blocks of gate and of up alternate in W. Each row block of gate is computed
+  together with the next one, which belongs to up.
 - If xs does not fit on the stack, the kernel prepares and multiplies one part of x after another,
   and stores partial results on the stack.
-- A record of a float codec has one element of each row (bf16: two), and is not decoded.
+- Float codecs: a record has one element of each row (bf16: two), and is not decoded.
 - With --numerics canonical, `chains` is 1, and groups are added in the same order as in the kernels
   for several tokens.
 
 For codes of one or two bits, table look-ups replace multiplications where they are faster
 (`is_summed_by_tables`): a lane looks up the sum of x times several codes in a table (`sum_tables`).
-Then the blocks that are computed together are far apart in the weight, because a core reads a few
-long streams faster than many short ones.
+Without a GLU, a workgroup then divides its share into `together` consecutive parts, and reads all
+of them at the same time. A core reads a few long streams faster than many short ones.
 """
 
 from collections.abc import Callable
@@ -52,19 +55,23 @@ X_BYTES = STACK_BYTES - (4 << 10)
 
 
 class Gemv:
-    """A writer of the code of a GEMV, which multiplies a packed weight by one row of x.
+    """Emits the code of a GEMV, which multiplies a packed weight by one row of x.
 
-    x_row: index of the row of x. y_row: index of the row of y for the result. base: index of the
-    first 16-row block of the weight; for MoE, the first block of the expert.
+    x_row: index of the row of x.
+    y_row: index of the row of y that gets the result.
+    base: index of the first row block of the weight; for MoE, of the expert's weight.
 
-    The code computes a set at a time, that is, a few 16-row blocks of the weight. Arguments and
-    results of the methods:
-    row_blocks: indices of the 16-row blocks of a set.
-    record: index of a record in each of these blocks; a record has one codec block of each row.
+    A row block is 16 rows of the weight. It is a sequence of records, and a record has one codec
+    block (such as 32 or 256 elements) of each of the 16 rows. The code computes a few row blocks
+    together.
+
+    Arguments and results of the methods:
+    row_blocks: indices of the row blocks that are computed together.
+    record: index of a record in its row block.
     slot: index of the record in the part of x that is on the stack; in `_group`, index of the codec
         group in this part.
-    totals, results: vectors of results, one for each (i, v) in `self.sides`: for rows v * lanes ..
-        (v + 1) * lanes - 1 of the block row_blocks[i].
+    totals, results: one vector for each (i, v) in `self.sides`. Its lanes are the results of rows
+        v * lanes .. (v + 1) * lanes - 1 of row block row_blocks[i].
     """
 
     def __init__(
@@ -95,7 +102,10 @@ class Gemv:
         self.write_share(self.b.workgroup())
 
     def write_share(self, share: Index) -> None:
-        """Emit the code for one of `tiles.workgroups` equal shares of the weight's rows."""
+        """Emit the code that computes one of `tiles.workgroups` shares of the rows of the weight.
+
+        share: index of the share. The shares have about the same number of rows.
+        """
         b, elements = self.b, self.layout.elements
         x_bytes = elements * bytes_per_element(self.codec)
         if self.by_tables:
@@ -130,14 +140,16 @@ class Gemv:
                 self._sets(batch.index, end, first, min(first + chunk, self.count), parts)
 
     def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
-        """Emit code that multiplies a range of records, in a range of sets, by x.
+        """Emit code that multiplies a part of the weight by x, and stores y once it is complete.
 
-        A set is a few 16-row blocks that are computed together: low .. high - 1 are indices of
-        sets. A record has some consecutive elements of each of the 16 rows: first .. last - 1 are
-        indices of records in a row block. The code stores y if this range ends with the last
-        record.
+        A set is the few 16-row blocks that are computed together. A record has some consecutive
+        elements of each of the 16 rows.
 
-        parts: stack buffer for the sums of the records so far; None if the range has all records.
+        low, high: the code computes sets low .. high - 1.
+        first, last: it multiplies records first .. last - 1 of each row block. If these include the
+            last record, the results are complete, and the code stores them in y.
+        parts: stack buffer that carries incomplete sums from one range of records to the next; None
+            if the range has all records.
         """
         b, self.range = self.b, (first, last)
         self.x.fill(first * self.layout.elements, last * self.layout.elements)
@@ -186,8 +198,9 @@ class Gemv:
     def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
         """Return functions that each emit a prefetch of one cache line of the packed weight.
 
-        The lines belong to a later record, `tiles.ahead` records after `record`, in each of the row
-        blocks. They are bytes offset .. offset + nbytes - 1 of that record.
+        Together they prefetch bytes offset .. offset + nbytes - 1 of a record in each of the row
+        blocks. This record is `tiles.ahead` records after `record`, and may belong to later row
+        blocks.
         """
         b, (first, last) = self.b, self.range
         then = b.add(b.sub(record, first) if first else record, self.tiles.ahead)  # may be in the next set of row blocks
@@ -259,10 +272,16 @@ class Gemv:
     def _group(
         self, row_blocks: list[Index], record: Index, group: Index, slot: Index, soon: list[Callable[[], None]]
     ) -> list[Ssa]:
-        """Return sum(x * code) over one codec group, for each row of the row blocks, as vectors.
+        """Return the sum of x * code over one codec group, for every row of `row_blocks`.
 
-        group: index of the group in the record. soon: functions that emit prefetches. They are
-        called between multiplications, because many prefetches in sequence stall the CPU.
+        The result is a list of vectors, in the order of `self.sides` (see the class). A codec group
+        is some elements of a row that share a scale.
+
+        row_blocks, record: see the class.
+        group: index of the group in the record.
+        slot: index of the group in the part of x that is on the stack.
+        soon: functions that each emit a prefetch. They are called between the multiplications,
+            because many prefetches in sequence stall the CPU.
         """
         b, chains = self.b, self.chains
         codes = [self.records.group_codes(block, record, group) for block in row_blocks]

@@ -18,14 +18,17 @@ MIN_BYTES, ENOUGH_BYTES = 16 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class GemvTiles(Tiles):
-    """The tile sizes of `Gemv`. A record packs one codec block of each of 16 rows.
+    """The tile sizes of `Gemv`, the matmul kernel for one token.
 
-    together: number of 16-row blocks whose sums are in registers at a time, so that they share
-        loads of x; at most 2 with a GLU.
+    The kernel reads the packed weight in records. A record has one codec block (such as 32
+    elements) of each of 16 rows of the weight. For a float codec, it has one element of each row
+    (bf16: two).
+
+    together: number of 16-row blocks that are computed together, so that they share loads of x; at
+        most 2 with a GLU.
     chains: number of independent accumulators for each row of the weight.
     ahead: prefetch distance, in records.
-    unroll: number of records in a loop iteration, for a float codec, whose records have one element
-        of each row (bf16: two).
+    unroll: number of records in a loop iteration; for float codecs only.
     """
 
     together: int = 2

@@ -1,14 +1,17 @@
 """Prepare x on the stack for matmuls of few tokens: norm, scaling, and sums over codec groups.
 
-The code applies the RMS norm to x, if the matmul has one, and multiplies x by `code_factors`. The
-stack also has sum(x) of each codec group (elements of a row that share a scale). Kernels multiply
-it by the minimum of the group, or by the offset of codes.
+The code applies the RMS norm to x, if the matmul has one. It multiplies x by `code_factors`. These
+are powers of two, which cancel the factors with which kernels read codes from packed words.
+
+The stack also has the sum of x over each codec group, that is, over elements of a row that share a
+scale. Kernels need the sum where a weight has a minimum or its code has an offset, because
+sum(x * (scale * code + minimum)) = scale * sum(x * code) + minimum * sum(x).
 
 `group_sum` adds the elements in a fixed order. Canonical GEMMs, which give the same bits for any
 number of tokens, need the same sums. The kernel `group_sums` stores these in memory:
 
     each workgroup: up to 16 rows of x [T, in]
-      for row, for group: sums[row, group] = `group_sum` of x                                       memory
+      for row, for group: sums[row, group] = `group_sum` of x                                 memory
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,16 +33,23 @@ ROWS = 16  # rows of a workgroup of `group_sums`
 
 
 def bytes_per_element(codec: Codec) -> float:
-    """Return the bytes of stack that `PreparedX` needs for an element of x and its sums."""
+    """Return the bytes of stack that `PreparedX` needs for each element of a row of x.
+
+    They include the element's share of the sums over codec groups.
+    """
     return 4 + (4 / codec.group if codec.summed else 0)
 
 
 def group_sum(b: Body, codec: Codec, parts: Sequence[Ssa]) -> Ssa:
-    """Return the sum of x over a codec group, times a factor of the codec, as a scalar.
+    """Return the sum of x over one codec group, times a factor, as a scalar.
 
-    The factor is 1 if the codec adds minima, and -1 if it subtracts them. Without minima it is
-    -`codec.offset`, to cancel the offset that is part of stored codes. parts: the x of the group,
-    as vectors.
+    A codec group is some elements of a row that share a scale. The factor depends on the codec:
+
+        1          minima are added to the weights
+        -1         minima are subtracted from the weights
+        -offset    codes are stored with an offset (`codec.offset`)
+
+    parts: the x of the group, as vectors.
     """
     total = b.extract(lane_sums(b, [tree(b.addf, parts)]), 0)
     return b.mulf(total, b.f32(codec.minimum or -codec.offset))
@@ -47,9 +57,10 @@ def group_sum(b: Body, codec: Codec, parts: Sequence[Ssa]) -> Ssa:
 
 @cache
 def group_sums(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
-    """Return the kernel that sums x over each codec group, as `group_sum` does.
+    """Return a kernel that computes `group_sum` of x for every codec group of every row.
 
-    Operand: x f32 [rows, in]. Result: sums f32 [rows, in / group].
+    A codec group is `codec.group` consecutive elements.
+    Operand: x f32 [rows, in_features]. Result: sums f32 [rows, in_features / codec.group].
     """
     count, factor = in_features // codec.group, codec.minimum or -codec.offset
 
@@ -76,15 +87,18 @@ def group_sums(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel
 class PreparedX:
     """A stack buffer with T rows of x, normalised and scaled for the codes of a packed weight.
 
-    Kernels mask codes without shifting their bits down, so a code is multiplied by a power of two,
-    and x is multiplied by the inverse (`code_factors`). The buffer also has the `group_sum` of each
-    codec group. If the rows do not fit on the stack, each call of `fill` prepares a part of them.
-    The methods count elements and groups from the start of this part. token: index of a row in the
-    buffer.
+    Kernels mask codes without shifting their bits down, so they multiply x by a code times a power
+    of two. Therefore the x in the buffer is multiplied by the inverse (`code_factors`). The buffer
+    also has the `group_sum` of each codec group (elements of a row that share a scale).
+
+    If the rows do not fit on the stack, each call of `fill` prepares a part of them, for example
+    elements 512 .. 1023 of each row. The other methods count elements and groups from the start of
+    this part. Their argument `token` is the index of a row in the buffer.
 
     capacity: max number of elements of a row that one call of `fill` prepares.
     row: index in x of the first of the T rows.
-    kept: number of elements of a row that the buffer stores; None for `capacity`.
+    kept: number of elements of a row that the buffer stores; None for `capacity`. It is smaller if
+        a subclass stores something else in place of x.
     """
 
     def __init__(
@@ -108,11 +122,11 @@ class PreparedX:
             self.inverse = inverse_rms(b, partial(self._read, 0), self.in_features, matmul.rms_eps, lanes)
 
     def at(self, k: Index, token: Index = 0) -> Ssa:
-        """Return a vector that has element `k` of the prepared x in every lane."""
+        """Load element `k` of row `token` of the prepared x into all lanes of a vector."""
         return self.b.broadcast(self.b.load(self.values, token, k), self.lanes)
 
     def sum_of(self, group: Index, token: Index = 0) -> Ssa:
-        """Return a vector that has the `group_sum` of codec group `group` in every lane."""
+        """Load the `group_sum` of codec group `group` of row `token` into all lanes of a vector."""
         assert self.sums is not None, "only codecs with an offset or a minimum have sums"
         return self.b.broadcast(self.b.load(self.sums, token, group), self.lanes)
 
@@ -175,4 +189,4 @@ class PreparedX:
         b.vstore(x, self.values, token, b.add(start, k))
 
     def _finish(self, group: Index) -> None:
-        """Emit code to run after the x of one codec group is stored: a hook for subclasses."""
+        """Emit code to run after `fill` has stored one codec group of x; a hook for subclasses."""

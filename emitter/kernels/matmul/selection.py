@@ -41,12 +41,13 @@ def _choice(matmul: Matmul) -> tuple[str, type[Tiles], type[Any]]:
 
 
 def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool, is_draft: bool = False) -> str:
-    """Return the fastest format of x that is allowed for a matmul, from `matmul_spec.NUMERICS`.
+    """Return the fastest format that is allowed for x of a matmul, one of `matmul_spec.NUMERICS`.
 
     is_fast: whether x of several tokens may be rounded to int8 or bf16 (`--numerics fast`).
-    is_draft: whether x of one token may be rounded too (`--numerics draft`). With `isa.canonical`,
-    x is not rounded: the result is "canonical", or "exact" if the exact kernel already adds in the
-    canonical order.
+    is_draft: whether x of one token may be rounded too (`--numerics draft`).
+
+    If `isa.canonical`, additions need a fixed order, and x is not rounded. The result is then
+    "canonical", or "exact" if the exact kernel already adds in this order.
     """
     if isa.canonical:
         # For few tokens and for float weights, the exact kernels add in canonical order already.
@@ -81,9 +82,9 @@ def default_tiles(matmul: Matmul, isa: Isa, threads: int = 2) -> Tiles:
 
 
 def read_tiles(matmul: Matmul, values: Mapping[str, int]) -> Tiles:
-    """Return the tiles of a matmul, given the values of their fields by name.
+    """Return the tile sizes of a matmul's kernel, given by name, such as {"rows": 4, ...}.
 
-    Raises ValueError for unknown or missing fields, and for values that are not integers.
+    Raises ValueError for unknown or missing names, and for values that are not integers.
     """
     _, kind, _ = _choice(matmul)
     names = [field.name for field in fields(kind)]
@@ -94,9 +95,12 @@ def read_tiles(matmul: Matmul, values: Mapping[str, int]) -> Tiles:
 
 @cache
 def kernel_of(matmul: Matmul, isa: Isa, threads: int = 2, tiles: Tiles | None = None) -> Kernel:
-    """Return the kernel of a matmul; tiles: its tile sizes, or None for the defaults.
+    """Return the kernel of a matmul for a CPU's instruction set.
 
-    Raises ValueError if the tiles do not fit the matmul.
+    threads: number of threads that run the kernel; the default tile sizes depend on it.
+    tiles: tile sizes, or None for the defaults.
+
+    Raises ValueError if the tile sizes do not fit the matmul.
     """
     prefix, _, writer = _choice(matmul)
     tiles = tiles or default_tiles(matmul, isa, threads)

@@ -1,17 +1,21 @@
 """Compute Y = X W^T for a few tokens; weights are decoded in registers, as in `gemv`.
 
-For so few tokens, storing decoded weights in a buffer, as `gemm` does, would take as long as the
-matmul. Instead, several tokens and several vectors of outputs (rows of W) share decoded codes and
-loads of x. They also give enough independent accumulators to hide the latency of fma. For the
-formula of a weight, see `gemv`:
+`gemm` decodes weights to a buffer first. For so few tokens, this would take as long as the matmul.
+Here the kernel decodes some codes to registers, and multiplies several tokens by them. It also
+computes several vectors of outputs (rows of W) with each x that it loads. So there are enough
+independent accumulators to hide the latency of fma.
 
-    each workgroup: a share of the rows of W, `row_blocks` 16-row blocks at a time
-      xs [T, in] = x * code_factors; sums [T, in / group] = sum of x over each group                 stack
+A weight is d * scale * code + m * minimum. A group of elements of a row has one scale and minimum,
+and a block of groups has one d and m. T is the number of tokens.
+
+    each workgroup: a share of the rows of W, `row_blocks` blocks of 16 rows at a time
+      xs [T, in] = x * code_factors                                                            stack
+      sums [T, in / group] = sum of x over each group                                          stack
       for `rows` tokens x `vectors` vectors of outputs:
-        for group of elements with one scale:
-          dots [rows, vectors] = sum over k in group of code[k] * xs[tokens, k]                  registers
-          Y += d * scale * dots + m * minimum * sums[tokens, group]                                  stack
-      Y = epilogue(Y)                                                                               memory
+        for group:
+          dots [rows, vectors] = sum over k in group of code[k] * xs[tokens, k]            registers
+          Y += d * scale * dots + m * minimum * sums[tokens, group]                            stack
+      Y = epilogue(Y)                                                                         memory
 
 If xs does not fit on the stack, the kernel prepares and multiplies one part of x after another. For
 float codecs, x is read from memory, and the sums stay in registers over all k.
@@ -37,11 +41,13 @@ PARTS = 2  # workgroups for each thread
 
 @dataclass(frozen=True)
 class SmallBatchTiles(Tiles):
-    """The tile sizes of `SmallBatch`.
+    """The tile sizes of `SmallBatch`, the matmul kernel for a few tokens.
 
-    rows, vectors: the registers have sums for `rows` tokens and `vectors` vectors of outputs.
-    unroll: number of records in a loop iteration, for a float codec, whose records have one element
-        of each row (bf16: two).
+    rows: number of tokens whose sums are in registers at the same time.
+    vectors: number of vectors of sums in registers for each of these tokens. A lane of a vector is
+        one row of the weight.
+    unroll: number of loop steps that are unrolled, for a float codec. A step multiplies one element
+        of each row of the weight (bf16: two).
     """
 
     rows: int
@@ -69,11 +75,14 @@ class SmallBatchTiles(Tiles):
 
 
 class SmallBatch:
-    """A writer of the body of a matmul kernel for a few tokens.
+    """Emits the body of a matmul kernel for a few tokens.
 
-    A tile is some tokens times some vectors of outputs (rows of the weight). `sides`, an argument
-    of the methods, has these vectors: (block, v, column) is vector `v` of 16-row block `block`, and
-    its results begin at `column` of `self.sums`.
+    The code computes one tile of results after another. A tile has a few tokens and, for each, a
+    few vectors of outputs. A lane of such a vector is one row of the weight. The sums of all tokens
+    are in `self.sums` [T, columns].
+
+    sides: argument of the methods, the vectors of a tile, each as (block, v, column). It is vector
+        `v` of the 16-row block with index `block`, and its sums begin at `column` of `self.sums`.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchTiles, buffers: Buffers):
@@ -118,7 +127,9 @@ class SmallBatch:
         """Emit code that multiplies all tokens by 16-row blocks first .. last - 1 of the weight.
 
         If x does not fit on the stack, the code prepares and multiplies one part of x after
-        another. end: number of tokens that are not padding.
+        another. Otherwise x was prepared before.
+
+        end: number of tokens that are not padding; the sums of the others are not used.
         """
         b = self.b
         zero = b.splat(0.0, self.lanes)
@@ -142,12 +153,14 @@ class SmallBatch:
             add_chunk(part.index, stop)
 
     def _tiles(self, first: Index, last: Index, end: Index, add: Callable[[list, Index, int], None]) -> None:
-        """Emit loops over the tiles of 16-row blocks first .. last - 1 and tokens 0 .. end - 1.
+        """Emit loops over tiles of results; a tile is a few tokens times a few rows of the weight.
 
-        If a tile extends past the end of the weight, it computes the last 16-row block again.
+        The tiles cover 16-row blocks first .. last - 1 of the weight, and tokens 0 .. end - 1. If a
+        tile extends past the end of the weight, it computes the last 16-row block again.
 
-        add(sides, token, rows): function that emits the code of one tile, with `rows` tokens from
-        `token` on.
+        add(sides, token, rows): function that emits the code of one tile. The tile has `rows`
+            tokens, from token index `token` on. For `sides`, its vectors of rows of the weight, see
+            the class.
         """
         b, rows, vectors, per_block, unit = self.b, self.tiles.rows, self.tiles.vectors, self.records.vectors, self.unit
         full = self.T // rows * rows
@@ -167,11 +180,16 @@ class SmallBatch:
                         add(tile, full, self.T - full)
 
     def _add_group(self, sides: list, token: Index, rows: int, record: Index, group: Index, slot: Index) -> None:
-        """Emit code that adds the dot products of one codec group to the sums of a tile.
+        """Emit code that adds the dot products over one codec group to the sums of a tile.
 
-        A dot product is d * scale * sum(x * code) + m * minimum * sum(x), see `codec.Parts`. The
-        tile has `rows` tokens from `token` on. group: index of the group in record `record` of each
-        row block. slot: index of this record in the part of x that is on the stack.
+        A codec group is some elements of a row that share a scale. The code adds
+        d * scale * sum(x * code) + m * minimum * sum(x), where both sums are over the group.
+
+        sides: the rows of the weight that belong to the tile, see the class.
+        token, rows: the tile has `rows` tokens, from token index `token` on.
+        record: index of a record in its 16-row block; a record has one codec block of each row.
+        group: index of the group in the record.
+        slot: index of the record in the part of x that is on the stack.
         """
         b, records, codec = self.b, self.records, self.codec
         number = b.add(b.mul(slot, self.layout.groups), group)

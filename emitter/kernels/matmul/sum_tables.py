@@ -1,16 +1,18 @@
 """Prepare x for a GEMV of codes of one or two bits, where table look-ups replace multiplications.
 
 A code is a base plus the values of its bits that are set: a code of two bits may be -2 + 1 * bit 0
-+ 2 * bit 1. So the dot product of x and a 32-bit word of codes is a sum over the bits of the word.
-A word is cut into slices of four bits (vectors of 16 lanes) or three bits (8 lanes). For each
-slice, a table has the sum over the bits of the slice, for every value n of the slice:
++ 2 * bit 1. Several codes are packed in a 32-bit word. So the sum of x * code over a word is a sum
+of one term for each bit of the word.
+
+A word is cut into slices of four bits (for vectors of 16 lanes) or three bits (8 lanes). A slice
+has a value n of 0 .. 15 or 0 .. 7. A table has the sum of the terms of its bits for each n:
 
     table[n] = sum over j of (bit j of n) * (value of this bit in its code) * (x of this code),
                plus base * x of each code that starts in the slice
 
-The tables depend on x only, so that they serve all rows of the weight. For each row, the kernel
-looks up the slices of its words and adds the table entries. A look-up is a permutation of a vector,
-and replaces up to four multiplications in each lane.
+The tables depend on x only, so they serve all rows of the weight. For each row, the kernel looks up
+the slices of its words and adds the table entries. A look-up is a permutation of a vector, and
+replaces up to four multiplications in each lane.
 """
 
 from collections.abc import Mapping
@@ -29,37 +31,46 @@ MAX_BITS = {4: 0, 8: 1, 16: 2}
 
 
 def is_summed_by_tables(codec: Codec, isa: Isa) -> bool:
-    """Return whether the GEMV of a codec looks up sums of x in tables and does not multiply."""
+    """Return whether the GEMV of a codec looks up sums of x in tables instead of multiplying."""
     return 0 < codec.bits <= MAX_BITS[isa.lanes] and not isa.canonical
 
 
 def additions(matmul: Matmul, isa: Isa) -> int:
-    """Return the number of additions of a GEMV that looks up sums of x in tables.
+    """Return the number of additions of a GEMV that uses tables of sums of x (`SumTables`).
 
-    Each 32-bit word of codes takes one addition for each of its `slices`.
+    The codes of a row are packed in 32-bit words. A word is cut into `slices` of a few bits. Each
+    slice takes one look-up and one addition.
     """
     bits_of_row = matmul.in_features * matmul.format.bits
     return matmul.tokens * matmul.weight_rows * bits_of_row // WORD * len(slices(isa))
 
 
 def slices(isa: Isa) -> list[tuple[int, int]]:
-    """Return the slices of a 32-bit word of codes, each as (its first bit, number of bits)."""
+    """Return the slices of a 32-bit word of codes, each as (its first bit, number of bits).
+
+    A word is cut into slices, and the value of a slice is an index in a table with one entry for
+    each lane of a vector. So a slice has log2(lanes) bits; the last one may have fewer.
+    """
     bits = isa.lanes.bit_length() - 1
     return [(shift, min(bits, WORD - shift)) for shift in range(0, WORD, bits)]
 
 
 def table_bytes(codec: Codec, isa: Isa) -> int:
-    """Return the size in bytes of the tables for one codec group.
+    """Return the bytes of all tables for one codec group, that is, elements that share a scale.
 
-    Each slice of a word of codes has a table, with one f32 for each lane.
+    The codes of a group are packed in 32-bit words, and each word is cut into `slices`. Each slice
+    has a table, with one f32 for each lane of a vector.
     """
     return layout(codec).words * len(slices(isa)) * 4 * isa.lanes
 
 
 class SumTables(PreparedX):
-    """A writer of code that prepares one row of x as tables of sums (see the module).
+    """Emits code that computes tables of sums of x, for a GEMV of codes of one or two bits.
 
-    The inherited buffer `values` stores the x of the codec group whose tables are being computed.
+    The GEMV looks up a few bits of a word of codes in a table. The entry is the sum of x times the
+    codes of these bits, so the GEMV needs no multiplication. The tables belong to one row of x.
+
+    The inherited buffer `values` stores the x of one codec group, while its tables are computed.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Mapping[str, Ssa], capacity: int, row: Index = 0):
@@ -73,10 +84,11 @@ class SumTables(PreparedX):
         self.tables = b.stack(capacity // codec.group * self.words * len(self.slices), isa.lanes)
 
     def table(self, group: Index, word: int, number: int) -> Ssa:
-        """Load the table of sums, f32 [lanes], of one slice of a 32-bit word of codes.
+        """Load the table of sums of x, f32 [lanes], for one slice of a 32-bit word of codes.
 
-        group: index of the codec group in the part of x that the last `fill` prepared. word: index
-        of the word in the group. number: index of the slice in the word.
+        group: index of the codec group in the part of x that the last `fill` prepared.
+        word: index of the word in the group.
+        number: index of the slice in the word; a slice is a few bits (`slices`).
         """
         return self.b.vload(self.tables, self.lanes, self._row(group, word, number), 0)
 
@@ -109,10 +121,13 @@ class SumTables(PreparedX):
                 b.vstore(total, self.tables, self._row(group, word, n), 0)
 
     def _factors(self, j: int, bit: int) -> Ssa:
-        """Return the factors f32 [lanes] of one bit of a code in the entries of a table of sums.
+        """Return factors f32 [lanes]: a bit of a code adds factors[n] * x to entry n of a table.
 
-        The bit adds factors[n] * x to table[n], where x is the element that its code multiplies. j:
-        index of the bit in its slice of a word. bit: index of the bit in the code.
+        The table belongs to a slice, which is a few bits of a word of codes. Entry n is the sum of
+        x * code over these bits if the value of the slice is n. x is the element that is multiplied
+        by the code of the bit.
+
+        j: index of the bit in the slice. bit: index of the bit in its code.
         """
         base, weights = self._bit_values
         listed = [(base if bit == 0 else 0.0) + (weights[bit] if n >> j & 1 else 0.0) for n in range(self.lanes)]

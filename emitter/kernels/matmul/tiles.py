@@ -1,4 +1,4 @@
-"""Tile sizes of matmul kernels, and a class that emits the code to store their results."""
+"""Define the tile sizes of matmul kernels, and emit the code that stores their results."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -25,16 +25,17 @@ LETTERS = {
 class Tiles(ABC):
     """The tile sizes of a matmul kernel, all positive integers, which `castiron tune` varies.
 
-    Results for different tiles differ by rounding only.
-    workgroups: number of workgroups of the kernel. If the kernel has a GEMV for each (token,
-        expert) pair, number of workgroups of each pair.
+    Results for different tile sizes differ by rounding only.
+
+    workgroups: number of workgroups of the kernel. For an MoE kernel with one GEMV for each (token,
+        expert) pair: number of workgroups of each pair.
     """
 
     workgroups: int = field(default=12, kw_only=True)
 
     @property
     def name(self) -> str:
-        """Return the sizes as part of a kernel's name, such as "r6w2" for rows 6 and wide 2."""
+        """Return the tile sizes as text for a kernel's name: "r6w2" means `rows` 6 and `wide` 2."""
         return "".join(f"{LETTERS[name]}{value}" for name, value in asdict(self).items())
 
     @classmethod
@@ -49,9 +50,10 @@ class Tiles(ABC):
 class PanelTiles(Tiles):
     """The tile sizes of kernels that decode weights into a panel, a buffer on the stack.
 
-    rows, wide: the registers have sums for `rows` tokens and 16 * `wide` rows of the weight.
+    rows: number of tokens whose sums are in registers at the same time.
+    wide: number of 16-row blocks of the weight whose sums are in registers at the same time.
     row_blocks: number of 16-row blocks of the weight in a panel.
-    depth: number of elements of in_features in a panel.
+    depth: number of elements of each row of the weight in a panel.
     tokens: number of tokens that are multiplied by one panel.
     max_stack: max bytes of stack buffers.
     """
@@ -66,10 +68,13 @@ class PanelTiles(Tiles):
 
     @abstractmethod
     def units(self, matmul: Matmul) -> tuple[int, int]:
-        """Return (unit of `tokens`, unit of `depth`): each size must be a multiple of its unit."""
+        """Return (n, m): `tokens` must be a multiple of n, and `depth` must be a multiple of m."""
 
     def stack_bytes(self, matmul: Matmul) -> int:
-        """Return the stack size of the f32 sums in bytes; subclasses add the size of the panel."""
+        """Return the bytes of stack that the kernel needs: here, of its f32 sums.
+
+        Subclasses add the bytes of the panel, a buffer with decoded weights.
+        """
         return 4 * LANES * self.row_blocks * self.tokens
 
     def fit(self, matmul: Matmul) -> bool:
@@ -87,7 +92,8 @@ class PanelTiles(Tiles):
 def panel_columns(matmul: Matmul, can_pair: bool) -> tuple[int, int]:
     """Return the default sizes (`wide`, `row_blocks`) of `PanelTiles` for a matmul.
 
-    can_pair: whether the CPU has enough vector registers for two row blocks at a time (`wide` 2).
+    can_pair: whether the CPU has enough vector registers for the sums of two 16-row blocks of the
+        weight at a time (`wide` 2).
     """
     shared = matmul.blocks_per_result
     wide = 2 if can_pair and (shared == 2 or matmul.weight_shape[0] % 2 == 0) else 1
@@ -95,9 +101,10 @@ def panel_columns(matmul: Matmul, can_pair: bool) -> tuple[int, int]:
 
 
 def even_tokens(tokens: int, limit: int, unit: int) -> int:
-    """Return the size of a block when `tokens` tokens are divided into equal blocks.
+    """Divide `tokens` tokens into as few equal blocks as possible; return the tokens of a block.
 
-    The size is rounded up to a multiple of `unit`. limit: max size before rounding.
+    limit: max number of tokens in a block, before rounding.
+    unit: the result is rounded up to a multiple of this number.
     """
     blocks = -(-tokens // limit)
     return -(-tokens // (blocks * unit)) * unit
@@ -106,7 +113,8 @@ def even_tokens(tokens: int, limit: int, unit: int) -> int:
 def even_share(total: int, limit: int) -> int:
     """Return the largest divisor of `total` up to `limit`: for total 96 and limit 40, it is 32.
 
-    If this divisor is less than half of `limit`, return `limit`, which does not divide `total`.
+    If this divisor is less than half of `limit`, return `limit`, even though it does not divide
+    `total`. If `limit` exceeds `total`, return `total`.
     """
     limit = min(limit, total)
     share = next(n for n in range(limit, 0, -1) if total % n == 0)
@@ -119,9 +127,11 @@ def panel_workgroups(matmul: Matmul, row_blocks: int, tokens: int, threads: int)
 
 
 def each_block(b: Body, out_features: int, block: Index, store: Callable[[int], None]) -> None:
-    """Emit code that stores the 16 results of row block `block`, or fewer in the last block.
+    """Emit code that stores a block of 16 outputs, or fewer in the last block.
 
-    store(n): function that emits code to store the first n results, or all 16 if n is 0.
+    out_features: total number of outputs.
+    block: index of the block of 16 outputs.
+    store(n): function that emits code to store the first n results of the block; n is 0 for all 16.
     """
     last, ragged = divmod(out_features, LANES)
     if not ragged:
@@ -134,17 +144,19 @@ def each_block(b: Body, out_features: int, block: Index, store: Callable[[int], 
 
 
 class Finish:
-    """A writer of the code that computes y from dot products, and stores it.
+    """Emits the code that computes y from the dot products of a matmul, and stores it.
 
-    The code applies the GLU, and adds the bias and the residual, where the matmul has them. sums:
-    stack buffer f32 [tokens, columns] with the dot products. row_of(token): function that returns
-    the row of y for a token.
+    The code applies the GLU, and adds the bias and the residual, where the matmul has them.
+
+    sums: stack buffer f32 [tokens, columns] with the dot products.
+    row_of(token): function that returns the index of the row of y for a token.
 
     Arguments of the methods:
     first, end, last: tokens first .. end - 1 get results. Tokens end .. last - 1 are padding, and
         get zeros if the matmul has an operand `length`.
     column: index of the first of 16 columns of y.
-    ragged: number of these columns that exist, if the weight ends there; 0 if all 16 exist.
+    ragged: number of these columns that exist, if y has fewer than 16 from `column` on; otherwise
+        0.
     """
 
     def __init__(
@@ -153,10 +165,12 @@ class Finish:
         self.b, self.matmul, self.lanes, self.buffers, self.sums, self.row_of = b, matmul, lanes, buffers, sums, row_of
 
     def store(self, first_block: Index, row_blocks: Index, first: Index, end: Index, last: Index) -> None:
-        """Emit code that stores y for tokens first .. last - 1 and a range of 16-row blocks.
+        """Emit code that computes and stores y for some tokens and some rows of the weight.
 
-        Row i of `self.sums` has the dot products of token first + i. Its columns belong to 16-row
-        blocks first_block .. first_block + row_blocks - 1 of the weight.
+        first_block, row_blocks: the rows of the weight are 16-row blocks first_block .. first_block
+            + row_blocks - 1. The columns of `self.sums` are the dot products with these rows.
+        first, end, last: tokens first .. end - 1 get results; tokens end .. last - 1 are padding.
+            Row i of `self.sums` belongs to token first + i.
         """
         b, shared = self.b, self.matmul.blocks_per_result
         with b.loop(0, b.div(row_blocks, shared)) as i:

@@ -1,8 +1,8 @@
-"""Emit dot products of bf16 pairs, lane by lane.
+"""Emit dot products of bf16 pairs: a lane with (a0, a1) and (c0, c1) adds a0 * c0 + a1 * c1 in f32.
 
-An i32 stores a pair, with the first bf16 in its low half. There are three instructions:
+An i32 stores a pair, with the first bf16 in its low half. `Isa.pairs` names one of three ways:
 
-dpbf16  vdpbf16ps of AVX-512: adds both products to an f32; rounds each addition to nearest; denormals are zero
+dpbf16  vdpbf16ps of AVX-512, which rounds each addition to nearest and takes denormals as zero
 bfdot   NEON's instruction for the same sum, with different rounding
 plain   shifts and two fma in f32, for any CPU
 """
@@ -16,15 +16,16 @@ HALF_ULP = 1 << 15  # half a unit in the last place of bf16, in the bits of an f
 
 
 class Pairs:
-    """A writer of code for dot products of bf16 pairs with f32 sums."""
+    """Emits code that multiplies bf16 pairs and adds the products in f32, lane by lane."""
 
     def __init__(self, b: Body, isa: Isa):
         self.b, self.lanes, self.instruction = b, isa.lanes, isa.pairs
 
     def add(self, total: Ssa, a: Ssa, c: Ssa) -> Ssa:
-        """Return `total`, f32 [lanes], plus the dot product of the pairs of `a` and `c`.
+        """Return total + a0 * c0 + a1 * c1 for each lane, as f32 [lanes].
 
-        a, c: i32 [lanes], with a pair of bf16 in each lane.
+        total: f32 [lanes].
+        a, c: i32 [lanes]. A lane has two bf16, (a0, a1) or (c0, c1).
         """
         if self.instruction == "plain":
             for left, right in zip(halves(self.b, a), halves(self.b, c), strict=True):
@@ -36,34 +37,35 @@ class Pairs:
 
 
 def halves(b: Body, words: Ssa) -> tuple[Ssa, Ssa]:
-    """Return two f32 vectors: the bf16 in the low halves and in the high halves of i32 `words`."""
+    """Convert the bf16 in the low and in the high halves of i32 `words` to two f32 vectors."""
     width = words.width
     low = b.binary("shli", words, b.isplat(16, width))
     return b.bitcast(low, width, "f32"), b.bitcast(_high(b, words), width, "f32")
 
 
 def cut(b: Body, low: Ssa, high: Ssa) -> Ssa:
-    """Truncate two f32 vectors to bf16; return them as one i32 vector of pairs.
+    """Truncate two f32 vectors to bf16, and pack them into one i32 vector.
 
-    The low halves of the i32 are from `low`, the high halves from `high`.
+    The bf16 of `low` are in the low halves of the i32, those of `high` in the high halves.
     """
     low, high = (b.bitcast(each, each.width, "i32") for each in (low, high))
     return b.binary("ori", b.binary("shrui", low, b.isplat(16, low.width)), _high(b, high))
 
 
 def nearest(b: Body, low: Ssa, high: Ssa) -> Ssa:
-    """Round two f32 vectors to bf16, ties away from zero; return them as one i32 vector of pairs.
+    """Round two f32 vectors to bf16, ties away from zero, and pack them into one i32 vector.
 
-    The low halves of the i32 are from `low`, the high halves from `high`.
+    The bf16 of `low` are in the low halves of the i32, those of `high` in the high halves.
     """
     return cut(b, *(_up(b, each) for each in (low, high)))
 
 
 def pieces(b: Body, low: Ssa, high: Ssa, count: int) -> list[Ssa]:
-    """Split each f32 of two vectors into `count` bf16; return `count` i32 vectors of pairs.
+    """Split each f32 into `count` bf16; return `count` i32 vectors with two bf16 in each lane.
 
-    The bf16 in the low halves sum to `low`, and those in the high halves to `high`: exactly for
-    count 3, approximately for count 2. For count 1, f32 are rounded to the nearest bf16.
+    The bf16 in the low halves of the i32 add up to `low`, those in the high halves to `high`. The
+    sum is exact for count 3 and approximate for count 2. For count 1, each f32 is rounded to the
+    nearest bf16.
     """
     if count == 1:
         return [nearest(b, low, high)]

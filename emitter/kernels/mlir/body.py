@@ -65,7 +65,7 @@ def f32_literal(x: float) -> str:
 
 
 def number(x: float) -> str:
-    """Return `x`, rounded to nine digits, as text for an MLIR symbol: 1e-5 becomes "1em05"."""
+    """Return `x` with nine significant digits as text for an MLIR symbol: 1e-5 becomes "1em05"."""
     return f"{x:.9g}".replace("-", "m").replace(".", "p").replace("+", "")
 
 
@@ -78,14 +78,15 @@ def largest_width(limit: int, *extents: int) -> int:
 
 
 def batches(values: Sequence[Value], size: int) -> list[Sequence[Value]]:
-    """Return `values` split into consecutive parts of `size` values."""
+    """Split `values` into consecutive batches of `size` values; the last batch may have fewer."""
     return [values[i : i + size] for i in range(0, len(values), size)]
 
 
 class Loop:
-    """An `scf.for` that `Body.loop` emits.
+    """An `scf.for` that `Body.loop` emits: with body.loop(0, n) as loop: ...
 
-    index, values: the loop's index and loop-carried values, for use inside the `with` block.
+    index: the loop index, for use inside the `with` block.
+    values: the loop-carried values at the start of an iteration, for use inside the `with` block.
     results: the final loop-carried values, for use after the block.
     """
 
@@ -100,11 +101,12 @@ class Loop:
 
 
 class Body:
-    """The body of a kernel function under construction; each method appends an operation.
+    """A builder of the MLIR body of a kernel function; most methods append an operation.
 
-    Arithmetic on Python integers is computed immediately and appends no operation. fenced: whether
-    to keep compilers from fusing a multiplication and an addition into an fma, which would change
-    the bits of the result.
+    Arithmetic on Python integers is computed immediately and appends no operation.
+
+    fenced: whether to keep compilers from fusing a multiplication and an addition into an fma,
+        which would change the bits of the result.
     """
 
     def __init__(self, fenced: bool = False) -> None:
@@ -153,7 +155,7 @@ class Body:
         return self.constant(f"dense<{n}>", vector_type(width, "i32"))
 
     def stack(self, *shape: int, element: str = "f32") -> Ssa:
-        """Return a memref of a new stack buffer; all buffers of a kernel together have at most STACK_BYTES."""
+        """Allocate a stack buffer of the given shape and element type; return its memref."""
         buffer = Ssa(self.name(), memref_type(shape, element))
         self._head.append(f"{buffer} = memref.alloca() alignment = 64 : {buffer.type}")
         return buffer
@@ -206,10 +208,9 @@ class Body:
         return self.let("stream.dispatch.workgroup.id[0] : index", INDEX)
 
     def share(self, count: Index, workgroup: Index, workgroups: int) -> tuple[Index, Index]:
-        """Return (first, end): a workgroup computes items first .. end - 1 of `count` items.
+        """Divide `count` items evenly among workgroups; return (first, end) for one of them.
 
-        All `workgroups` workgroups get the same number of items, or one more. workgroup: index of
-        this workgroup.
+        Workgroup number `workgroup`, of `workgroups` in total, computes items first .. end - 1.
         """
         if isinstance(count, Ssa):
             low = self.div(self.mul(workgroup, count), workgroups)
@@ -222,8 +223,8 @@ class Body:
     def real(self, length: Ssa | None, low: Index, high: Index) -> Index:
         """Return the end of the rows that are not padding, among rows low .. high - 1.
 
-        Rows from `length` on are padding, so the result is `length`, but at least `low` and at most
-        `high`. length: memref of an i32; None if there is no padding.
+        Rows from `length` on are padding. The result is `length`, limited to the range low .. high.
+        length: memref of an i32, or None if there is no padding.
         """
         return high if length is None else self.max(self.min(self.to_index(self.load(length)), high), low)
 
@@ -241,28 +242,28 @@ class Body:
         return self.intrinsic("llvm.arithmetic.fence", y.type, y) if self._fenced else y
 
     def bitcast(self, vector: Ssa, width: int, element: str) -> Ssa:
-        """Return the bits of a vector as a vector of `width` elements of type `element`."""
+        """Reinterpret the bits of a vector as a vector of `width` elements of type `element`."""
         type = vector_type(width, element)
         return self.let(f"vector.bitcast {vector} : {vector.type} to {type}", type)
 
     def convert(self, op: str, x: Ssa, element: str) -> Ssa:
-        """Return a scalar or vector converted to the element type `element` by `arith.{op}`."""
+        """Convert a scalar or vector to element type `element` by `arith.{op}`, such as "extf"."""
         type = replace(x.type, element=element)
         return self.let(f"arith.{op} {x} : {x.type} to {type}", type)
 
     def widened(self, x: Ssa) -> Ssa:
-        """Return a float or a vector of floats converted to f32; the conversion is exact."""
+        """Convert a float or a vector of floats to f32, which is exact."""
         return x if x.type.element == "f32" else self.convert("extf", x, "f32")
 
     def narrowed(self, x: Ssa, element: str) -> Ssa:
-        """Return f32 values rounded to the float type `element`, ties to even."""
+        """Round an f32 or a vector of f32 to the float type `element`, ties to even."""
         return x if x.type.element == element else self.convert("truncf", x, element)
 
     def fma(self, a: Ssa, b: Ssa, c: Ssa) -> Ssa:
         return self.let(f"math.fma {a}, {b}, {c} : {a.type}", a.type)
 
     def math(self, function: str, a: Ssa) -> Ssa:
-        """Return `math.{function}` (MLIR's dialect `math`), such as "sqrt", of an f32 or vector."""
+        """Apply a function of MLIR's dialect `math`, such as "sqrt", to an f32 or a vector."""
         return self.let(f"math.{function} {a} : {a.type}", a.type)
 
     def compare(self, predicate: str, a: Ssa, b: Ssa) -> Ssa:
@@ -276,7 +277,7 @@ class Body:
         return self.let(f"arith.select {condition}, {a}, {b} : {types}", a.type)
 
     def maxf(self, a: Ssa, b: Ssa) -> Ssa:
-        """Return the maximum, or `b` if either operand is NaN."""
+        """Return the maximum of two floats, lane by lane for vectors; `b` if either is NaN."""
         # This compiles to one x86 instruction; `arith.maximumf` takes four.
         return self.select(self.compare("ogt", a, b), a, b)
 
@@ -310,7 +311,7 @@ class Body:
         self.do(f"vector.store {value}, {self._at(buffer, indices)} : {buffer.type}, {value.type}")
 
     def atomic_add(self, value: Ssa, buffer: Ssa, *indices: Index) -> Ssa:
-        """Add `value` to an i32 in memory atomically; return the previous value."""
+        """Atomically add `value` to the i32 buffer[indices]; return the previous value."""
         types = f"({value.type}, {buffer.type}) -> {value.type}"
         return self.let(f"memref.atomic_rmw addi {value}, {self._at(buffer, indices)} : {types}", value.type)
 
@@ -322,18 +323,19 @@ class Body:
         return self.binary("addi", address, self.convert("index_cast", self.index(offset), "i64"))
 
     def pointer(self, address: Ssa, offset: Index) -> Ssa:
-        """Return `address` + `offset` bytes as an LLVM pointer."""
+        """Return `address` + `offset` as an LLVM pointer; address: an i64, offset: in bytes."""
         return self.let(f"llvm.inttoptr {self.moved(address, offset)} : i64 to !llvm.ptr", POINTER)
 
     def touch(self, address: Ssa, offset: Index) -> None:
-        """Append a load of the i32 at `address` + `offset`, to bring its cache line into the cache.
+        """Append a load of an i32, to bring its cache line into the cache.
 
-        Its result is not used, so the load is volatile: compilers do not remove it.
+        The i32 is `offset` bytes after `address`. The result is not used. The load is volatile, so
+        that compilers do not remove it.
         """
         self.let(f"llvm.load volatile {self.pointer(address, offset)} : !llvm.ptr -> i32", I32)
 
     def prefetch(self, buffer: Ssa, *indices: Index, near: bool = True) -> None:
-        """Append a prefetch of an element's cache line, into L1 if `near`, otherwise into L2."""
+        """Append a prefetch of buffer[indices] into the L1 cache if `near`, otherwise into L2."""
         self.do(f"memref.prefetch {self._at(buffer, indices)}, read, locality<{3 if near else 2}>, data : {buffer.type}")
 
     @contextmanager
@@ -369,8 +371,10 @@ class Body:
     ) -> Sequence[Ssa]:
         """Append an unrolled loop that computes values = step(i, values) for i in 0 .. count - 1.
 
-        Return the final values. Each iteration of the loop runs `unroll` steps. before(i): function
-        that emits code at the start of an iteration; i is the first step of the iteration.
+        Return the final values. values: the initial values.
+        step(i, values): function that emits the code of step i, and returns the new values.
+        unroll: number of steps in an iteration of the loop.
+        before(i): function that emits code at the start of an iteration, whose first step is i.
         """
         full = count // unroll * unroll
         with self.loop(0, full, unroll, carry=values) as loop:
