@@ -1,13 +1,12 @@
 """Compute the RMS norm or layer norm of each row of x.
 
-    each workgroup: `rows` rows of x [T, hidden]
-      for row < length:
-        layer norm only: x = x - mean(x)              a separate pass over the row computes the mean
-        inverse = 1 / sqrt(mean(x^2) + eps)                                                        registers
-        for d in hidden: out[row, d] = x * inverse * weight[d]                layer norm: + bias[d]; memory
-      for row >= length: out[row] = 0                               if `length` is given
+A workgroup computes a few rows of x [T, hidden]. Rows from `length` on are padding.
 
-Each sum over a row uses up to four vector accumulators.
+    for row < length:
+      layer norm only: x = x - mean(x)
+      inverse = 1 / sqrt(mean(x^2) + eps)
+      for d in hidden: y[row, d] = x[d] * inverse * weight[d]          + bias[d] if there is one
+    for row >= length: y[row] = 0                                      if `length` is given
 """
 
 from functools import cache
@@ -27,10 +26,11 @@ ROWS = 4  # rows of a workgroup
 def norm(kind: str, T: int, hidden: int, eps: float, *, isa: Isa, length: bool = False, bias: bool = False) -> Kernel:
     """Return the kernel of a norm over each row of x.
 
-    kind: "rms_norm" (HF `LlamaRMSNorm`) or "layer_norm" (as in torch).
-    Operands: x f32 [T, hidden], weight f32 [hidden], bias f32 [hidden] if `bias`, length i32 if
-        `length`.
-    Result: y f32 [T, hidden]; rows from `length` on are zero.
+    kind: "rms_norm" (as HF's `LlamaRMSNorm`) or "layer_norm" (as in torch).
+    bias, length: whether the kernel has these operands.
+    Operands: x f32 [T, hidden]; weight f32 [hidden]; bias f32 [hidden]; length i32, the number of
+        rows that are not padding.
+    Result: y f32 [T, hidden]; rows of padding are zero.
     """
     centred = kind == "layer_norm"
     rows, row = TensorType((T, hidden), F32), TensorType((hidden,), F32)

@@ -1,14 +1,15 @@
-"""Quantise x to int8, once for all matmuls that read x; 32 elements of a row share a scale.
+"""Quantise x to int8, once for all matmuls that read x.
 
-each workgroup: `ROWS` rows of x [T, in]
-  for row, for each 32 elements x of the row:
+Every 32 elements of a row of x share a scale. A workgroup quantises `ROWS` rows. For each 32
+elements x of a row, it computes
+
     scale = max |x| / 127
-    n = round(x / scale)                         to nearest, ties to even; 0 if the scale is almost 0
-    y = four n in an i32; each eight n in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`)
-    scales = scale
-    sums = for each codec group in the 32: scale * sum(n) if the codec has minima, otherwise sum(n)
+    n = round(x / scale)              to nearest, ties to even; 0 if the scale is almost 0
+    sums of n                         one sum for each 16 or 32 elements that share a scale in the
+                                      weight; times `scale` if the weight has minima (as Q4_K)
 
-A codec group is the elements of a row of the weight that share a scale.
+and stores the scale, the sums, and n as int8. Each eight n are in the order 0, 2, 4, 6, 1, 3, 5, 7
+(`EVEN_ODD`).
 """
 
 from functools import cache
@@ -31,10 +32,10 @@ ROWS = 4  # rows of a workgroup
 
 
 def rounded_types(rows: int, in_features: int, codec: Codec) -> dict[str, TensorType]:
-    """Return the types of the results of the kernel `round_x` by name.
+    """Return the types, by name, of the results of the kernel `round_x` for x [rows, in_features].
 
-    codec: the codec of the weight that x is multiplied by. `sums` has one sum for each group of the
-    codec: f32 if the codec has minima, otherwise i32.
+    codec: the format of the weight that x is multiplied by. The result `sums` has one sum for each
+        `codec.group` elements: f32 if the codec has minima (as Q4_K), otherwise i32.
     """
     return {
         "y": TensorType((rows, in_features // 4), I32),
@@ -44,7 +45,10 @@ def rounded_types(rows: int, in_features: int, codec: Codec) -> dict[str, Tensor
 
 
 def rounded(x: np.ndarray, codec: Codec) -> dict[str, np.ndarray]:
-    """Compute the results of the kernel `round_x` in NumPy; x: f32 [rows, in]."""
+    """Compute in NumPy what the kernel `round_x` computes, and return its results by name.
+
+    x: f32 [rows, in]. codec: the format of the weight that x is multiplied by.
+    """
     numbers, scales = int8.as_bytes(x.astype(np.float32).reshape(len(x), -1, GROUP))
     ordered = numbers.reshape(-1, 8)[:, EVEN_ODD].astype(np.int8)
     sums = numbers.reshape(len(x), -1, codec.group).sum(axis=2)
@@ -55,7 +59,10 @@ def rounded(x: np.ndarray, codec: Codec) -> dict[str, np.ndarray]:
 
 
 def of_bytes(words: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return x as f64 [rows, in] from the results `y` and `scales` of the kernel `round_x`."""
+    """Dequantise x to f64 [rows, in].
+
+    words, scales: the results `y` and `scales` of the kernel `round_x`, which quantises x.
+    """
     numbers = np.ascontiguousarray(words).view(np.int8).reshape(-1, 8)[:, np.argsort(EVEN_ODD)]
     groups = numbers.astype(np.float64).reshape(*scales.shape, GROUP)
     return (groups * scales[..., None]).reshape(len(words), -1)
@@ -65,12 +72,14 @@ def of_bytes(words: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def round_x(rows: int, in_features: int, codec: Codec, *, isa: Isa) -> Kernel:
     """Return the kernel that quantises x f32 [rows, in] to int8, with a scale for 32 elements.
 
-    codec: the codec of the weight that x is multiplied by.
-    Results (types: `rounded_types`):
-    y: four int8 in each i32; each eight int8 are in the order `EVEN_ODD`.
-    scales: the scale of each 32 elements.
-    sums: sums over each group of the codec: sums of x if the codec has minima, otherwise sums of
-        the int8.
+    codec: the format of the weight that x is multiplied by.
+
+    The kernel's results (`rounded_types` returns their types):
+
+    - y: the int8, four in an i32; each eight are in the order 0, 2, 4, 6, 1, 3, 5, 7
+    - scales: one scale for each 32 elements
+    - sums: one sum for each `codec.group` elements. It is the sum of their int8, times their scale
+      if the codec has minima (as Q4_K).
     """
     lanes = isa.lanes
 

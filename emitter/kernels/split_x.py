@@ -1,14 +1,15 @@
-"""Split x into three bf16 whose sum is x, or round it to bf16, once for all matmuls that read x.
+"""Convert f32 x to bf16, once for all matmuls that read x.
 
-each workgroup: a tile of up to 16 rows of x [T, in]
-  for row, for each step of 32 elements x of the row:
-    sums = sum(x) over each group of elements with one scale in the weight, if the codec has minima
-    for i in 0 .. count - 1:                                 count is 3, or 1 to round x
-      y[i] = the high 16 bits of x, or the bf16 nearest to x if count is 1
+Each element becomes either three bf16 whose sum is exactly the element, or the nearest bf16. A
+workgroup converts a tile of up to 16 rows of x. For each 32 elements x of a row, it computes
+
+    sums of x                         over elements that share a scale in the weight, if needed
+    for i in 0 .. count - 1:          count is 3, or 1 to round
+      y[i] = the high 16 bits of x; if count is 1, the bf16 nearest to x
       x -= y[i]
 
-An i32 has the bf16 of two elements, the even element in the lower half. The last tile is padded
-with rows of zeros, and the last step of a row with zeros.
+An i32 has the bf16 of two elements, the even element in the lower half. Zeros fill up the last
+tile, and the last 32 elements of a row.
 """
 
 from functools import cache
@@ -33,10 +34,13 @@ def tile_rows(rows: int) -> int:
 
 
 def split_type(rows: int, in_features: int, count: int) -> TensorType:
-    """Return the type of the result of `split_x`, i32 [count, tiles, steps, rows of a tile, 16].
+    """Return the type of the kernel `split_x`'s result y, which has x [rows, in_features] as bf16.
 
-    Each element of x becomes `count` bf16. A tile has min(rows, 16) rows of x. A step is 32
-    consecutive elements of a row, as 16 i32 with two bf16 each.
+    The shape is i32 [count, tiles, steps, rows of a tile, 16], where
+
+    - count is the number of bf16 that an element of x is split into
+    - a tile is min(rows, 16) rows of x
+    - a step is 32 consecutive elements of a row, as 16 i32 with two bf16 each
     """
     tile = tile_rows(rows)
     return TensorType((count, -(-rows // tile), -(-in_features // DEPTH), tile, PAIRS), I32)
@@ -47,14 +51,15 @@ def _cut(x: np.ndarray) -> np.ndarray:
 
 
 def nearest(x: np.ndarray) -> np.ndarray:
-    """Return the bf16 nearest to each f32, ties away from zero, as f32."""
+    """Round each f32 to the nearest bf16, ties away from zero, and return the result as f32."""
     return _cut((np.ascontiguousarray(x, np.float32).view(np.uint32) + np.uint32(0x8000)).view(np.float32))
 
 
 def split(x: np.ndarray, count: int) -> np.ndarray:
-    """Compute the result y of the kernel `split_x` in NumPy (type: `split_type`).
+    """Compute the result y of the kernel `split_x` in NumPy: x as bf16, of type `split_type`.
 
-    x: f32 [rows, in]. count: number of bf16 for each element; 1 rounds x, 3 is exact.
+    x: f32 [rows, in].
+    count: 1 to round each element to the nearest bf16; 3 for three bf16 whose sum is the element.
     """
     parts, rest = [], x.astype(np.float32)
     for _ in range(count):
@@ -68,7 +73,10 @@ def split(x: np.ndarray, count: int) -> np.ndarray:
 
 
 def joined(words: np.ndarray, rows: int, in_features: int) -> np.ndarray:
-    """Return x as f64 [rows, in], given the result y of the kernel `split_x`."""
+    """Convert the result y of the kernel `split_x` back to x, f64 [rows, in_features].
+
+    words: the result y, which has one or more bf16 for each element of x; they are added.
+    """
     count, tiles, steps, tile, _ = words.shape
     halves = np.ascontiguousarray(words.transpose(0, 1, 3, 2, 4)).view(np.uint16).reshape(count, tiles * tile, steps * DEPTH)
     values = (halves.astype(np.uint32) << 16).view(np.float32).astype(np.float64).sum(axis=0)
@@ -77,11 +85,11 @@ def joined(words: np.ndarray, rows: int, in_features: int) -> np.ndarray:
 
 @cache
 def split_x(rows: int, in_features: int, count: int, group: int = 0, *, isa: Isa) -> Kernel:
-    """Return the kernel that splits each element of x f32 [rows, in] into `count` bf16.
+    """Return the kernel that converts x f32 [rows, in] to bf16, for all matmuls that read x.
 
-    Results: y (type: `split_type`); sums f32 [rows, in / group], unless `group` is 0.
-    count: 1 rounds each element to the nearest bf16; 3 bf16 sum to exactly the element.
-    group: number of elements of x in each sum.
+    count: 1 to round each element to the nearest bf16; 3 for three bf16 whose sum is the element.
+    group: number of elements of x in each sum of the result `sums`; 0 for no such result.
+    Results: y, the bf16 (`split_type` returns its type); sums f32 [rows, in / group], sums of x.
     """
     tile, full = tile_rows(rows), in_features // DEPTH * DEPTH
     results = {"y": split_type(rows, in_features, count)}

@@ -1,15 +1,19 @@
-"""Emit int8 dot products of weight codes and x, with the CPU's instruction for them.
+"""Emit code for int8 dot products of rows of a quantised weight and rows of x.
 
-An output is the result for one row of the weight. A quad is four int8 in an i32, the first in the
-lowest byte. It has four codes of one row of the weight, or four elements of one row of x. All
-instructions below give the same results, because their s32 sums are exact:
+The weight [out, in] consists of integer codes of up to 8 bits, and x [rows, in] of int8. The code
+reads both in quads: a quad is an i32 with four int8 of one row, the first one in the lowest byte.
+The instruction depends on the CPU. All of them give the same results, because their s32 sums are
+exact:
 
-    vnni   vpdpbusd: u8 x s8, adds four products of each lane to s32
-    sdot   NEON's sdot: s8 x s8, adds four products of each lane to s32
-    madd   vpmaddubsw: u8 x s8, adds two products to s16. Before the s16 sums can saturate, vpmaddwd with ones adds
-           them to s32. Codes of 8 bits are widened to s16 and multiplied by vpmaddwd
-    smmla  NEON's smmla: s8 x s8, two rows of eight bytes times two outputs, adds eight products to each of four s32
-    plain  multiplications of i32, for any CPU; `plain blocks` is the same in the block layout of smmla
+    vnni   vpdpbusd: u8 x s8; adds four products to each s32
+    sdot   NEON's sdot: s8 x s8; adds four products to each s32
+    madd   vpmaddubsw: u8 x s8; adds two products to each s16. Before an s16 can saturate,
+           vpmaddwd with ones adds them to s32. For codes of 8 bits, both operands are widened
+           to s16, and vpmaddwd multiplies them
+    smmla  NEON's smmla: s8 x s8; multiplies eight elements of two rows of x by those of two rows
+           of the weight; adds eight products to each of four s32
+    plain  multiplications of i32, for any CPU; "plain blocks" does the same with operands in the
+           layout of smmla
 """
 
 from collections.abc import Sequence
@@ -36,7 +40,7 @@ class Accumulators:
 
     words: s32 sums.
     halves: s16 sums that are not yet added to `words`; None unless the instruction is `madd`.
-    pairs: how many pairs of products each s16 sum of `halves` has; too many would saturate it.
+    pairs: number of times that two products were added to each s16; too many would saturate it.
     """
 
     words: tuple[Ssa, ...]
@@ -45,18 +49,20 @@ class Accumulators:
 
 
 class Dot:
-    """A writer of code for int8 dot products of weight codes and x.
+    """A writer of code for int8 dot products of rows of a quantised weight and rows of x.
 
-    A quad is four int8 in an i32. One call of `add` multiplies `quads` quads of each output (row of
-    the weight) by the same quads of `rows` rows of x. Each lane of a vector belongs to one output.
-    Callers use these methods in turn:
+    A quad is an i32 with four int8: four codes of a row of the weight, or four elements of a row of
+    x. In a vector of quads of the weight, each lane has a quad of another row. Callers use the
+    methods in this order:
 
-    - `arranged`, then `code`: convert codes to operands of the instruction
-    - `x`: load x as operands of the instruction
-    - `start`: return accumulators
-    - `add`: add products to the accumulators; repeat for the next quads
+    - `arranged`, then `code`: convert codes to operands of the CPU's dot product instruction
+    - `x`: load elements of x as operands of this instruction
+    - `start`: create accumulators
+    - `add`: add products to the accumulators; repeat from `arranged` for the next elements
     - `words`: return the sums
 
+    rows: number of rows of x that one call of `add` multiplies.
+    quads: number of quads that one call of `add` multiplies in each row of the weight and of x.
     bits: number of bits of a code.
     """
 
@@ -69,14 +75,17 @@ class Dot:
         self.bias = 128 if bits == 8 and isa.dot not in ("sdot", *_BLOCKS) else 0
 
     def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
-        """Return codes in the lane order that `code` needs, which differs between subclasses.
+        """Put codes of the weight into the lane order that the method `code` expects.
 
-        quads: vectors that have in each lane four codes of the lane's output.
+        quads: `self.quads` vectors. Each lane is an i32 with four codes of one row of the weight.
         """
         return list(quads)
 
     def code(self, arranged: Sequence[Ssa]) -> tuple[Ssa, ...]:
-        """Convert codes, as `arranged` returns them, to operands of the dot product instruction."""
+        """Convert codes of the weight to operands of the CPU's dot product instruction.
+
+        arranged: the codes, as returned by the method `arranged`.
+        """
         (quad,) = arranged
         if self.dot == "plain":
             return tuple(self._byte(quad, j, "shrui") for j in range(4))
@@ -87,9 +96,11 @@ class Dot:
         return (self.b.bitcast(quad, 4 * self.lanes, "i8"),)
 
     def x(self, x: Ssa, rows: Sequence[Index], quad: Index) -> tuple[Ssa, ...]:
-        """Load `self.quads` quads of each row of x, as operands of the dot product instruction.
+        """Load elements of x, as operands of the CPU's dot product instruction.
 
-        x: memref i32 [rows, in / 4]. rows: indices in x. quad: index of the first quad in a row.
+        x: memref i32 [all rows, in / 4]; each i32 has four int8 elements of a row.
+        rows: indices of the rows to load from.
+        quad: index of the first i32 to load from each row; `self.quads` of them are loaded.
         """
         (row,) = rows
         every = self.b.broadcast(self.b.load(x, row, quad), self.lanes)
@@ -103,15 +114,16 @@ class Dot:
         return (self.b.bitcast(every, 4 * self.lanes, "i8"),)
 
     def start(self, words: Sequence[Ssa]) -> Accumulators:
-        """Return new accumulators with initial sums.
+        """Create accumulators with initial sums.
 
-        words: a scalar s32 for each row of x, from which the sums of all outputs start.
+        words: one scalar s32 for each row of x; the sums of that row with all rows of the weight
+            start from it.
         """
         (word,) = words
         return Accumulators((self.b.broadcast(word, self.lanes),))
 
     def add(self, sums: Accumulators, code: tuple[Ssa, ...], x: tuple[Ssa, ...]) -> Accumulators:
-        """Return `sums` plus the products of codes and x.
+        """Return the accumulators `sums` plus products of the weight's codes and x.
 
         code, x: results of the methods `code` and `x`.
         """
@@ -131,7 +143,7 @@ class Dot:
         return Accumulators((self._call(name, "i32", 1, words, code[0], x[0]),))
 
     def words(self, sums: Accumulators) -> list[Ssa]:
-        """Return the final s32 sums: one vector [outputs] for each row of x."""
+        """Return the final s32 sums: one vector per row of x, one lane per row of the weight."""
         (words,) = sums.words
         if sums.halves is None:
             return [words]
@@ -158,11 +170,12 @@ class Dot:
 
 
 class BlockDot(Dot):
-    """A `Dot` for `smmla`, which multiplies two rows of x by two outputs (rows of the weight).
+    """A `Dot` for NEON's `smmla`, which multiplies two rows of x by two rows of the weight.
 
-    Two accumulators of four lanes have the sums of two rows and four outputs. Lane 2 i + j of the
-    first accumulator belongs to row i and output j. Lane 2 i + j of the second accumulator belongs
-    to row i and output 2 + j.
+    Two rows of x times four rows of the weight give eight sums, in two accumulators of four lanes:
+
+    - lane 2 i + j of the first accumulator: row i of x, row j of the weight
+    - lane 2 i + j of the second accumulator: row i of x, row 2 + j of the weight
     """
 
     rows = quads = 2
@@ -203,5 +216,5 @@ class BlockDot(Dot):
 
 
 def dot_of(isa: Isa) -> type[Dot]:
-    """Return the class that emits int8 dot products for an instruction set."""
+    """Return the class, `Dot` or `BlockDot`, for the int8 dot product instruction of `isa`."""
     return BlockDot if isa.dot in _BLOCKS else Dot

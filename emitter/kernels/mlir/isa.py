@@ -1,4 +1,4 @@
-"""The vector instruction sets of CPUs, for which kernels are written."""
+"""Descriptions of the CPU vector instruction sets for which kernels are emitted."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ CANONICAL_LANES = 16
 
 @dataclass(frozen=True)
 class Isa:
-    """The vector instructions of a CPU.
+    """The vector instructions of a CPU that kernels use.
 
+    name: such as "avx2" or "neon".
     lanes: number of f32 in a vector.
-    registers: number of vectors that fit in the CPU's vector registers.
+    registers: number of such vectors that fit in the CPU's vector registers.
     dot: instruction for int8 dot products (see `mlir.dot`).
-    pairs: instruction for products of bf16 pairs (see `mlir.bf16_pairs`), or "".
-    matrix: instruction for matmuls of bf16 blocks (see `mlir.matrix`), or "".
-    canonical: whether kernels compute the same bits on every CPU. Such kernels add in the same
-        order everywhere, and the compiler must not fuse a multiplication and an addition into an
-        fma.
+    pairs: instruction for products of bf16 pairs (see `mlir.bf16_pairs`); "" if there is none.
+    matrix: instruction for matmuls of bf16 blocks (see `mlir.matrix`); "" if there is none.
+    canonical: whether kernels give bit-identical results on every CPU. They then add in the same
+        order everywhere, and the compiler must not fuse a multiplication and an addition.
     """
 
     name: str
@@ -31,23 +31,23 @@ class Isa:
 
     @property
     def roomy(self) -> bool:
-        """Return whether kernels can use large tiles of accumulators.
+        """Return whether the vector registers have space for large tiles of accumulators.
 
-        For this, 24 accumulators of 16 f32, and operands, must fit in the vector registers.
+        They must hold 512 f32: 24 accumulators of 16 f32, and the operands.
         """
         return self.lanes * self.registers >= 512
 
     @property
     def plain(self) -> Isa:
-        """Return a copy without CPU-specific instructions, whose kernels run on every CPU."""
+        """Return a copy whose kernels use no CPU-specific instructions and run on every CPU."""
         dot = "plain blocks" if self.dot == "smmla" else "plain"
         return replace(self, dot=dot, pairs=self.pairs and "plain", matrix=self.matrix and "plain")
 
     @property
     def in_canonical_form(self) -> Isa:
-        """Return a copy with vectors of 16 f32, for kernels with the same bits on every CPU.
+        """Return a copy whose kernels give bit-identical results on every CPU.
 
-        Such a vector takes 1, 2 or 4 of the CPU's registers.
+        Their vectors always have 16 f32, and take 1, 2 or 4 of the CPU's registers.
         """
         registers = self.registers * self.lanes // CANONICAL_LANES
         return Isa(f"{self.name}_canonical", CANONICAL_LANES, registers, "plain", canonical=True)

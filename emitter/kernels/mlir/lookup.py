@@ -1,9 +1,11 @@
-"""Emit code that looks up each lane of a vector in a table of 2, 4, 8 or 16 entries.
+"""Emit code for table lookups, with each lane of a vector as an index.
 
-AVX-512  vpermps; vpshufb for bytes
-AVX2     vpermps, twice for 16 entries; vpshufb for bytes
-NEON     tbl for bytes
-plain    a tree of selects by the bits of the index, for any CPU
+A table has 2, 4, 8 or 16 entries, which are f32 or bytes. The instruction depends on the CPU:
+
+    AVX-512  vpermps for f32, vpshufb for bytes
+    AVX2     vpermps for f32 (two of them for 16 entries), vpshufb for bytes
+    NEON     tbl for bytes, and for f32 that are small integers
+    plain    a tree of selects by the bits of the index, for any CPU
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +21,10 @@ _BYTES = {4: "llvm.aarch64.neon.tbl1.v16i8", 8: "llvm.x86.avx2.pshuf.b", 16: "ll
 
 
 def entries(b: Body, isa: Isa, table: Sequence[float], indices: Ssa) -> Ssa:
-    """Look up the entries of `table` at the vector `indices`, i32 [lanes]; return f32 [lanes].
+    """Emit a table lookup: return table[i] for each lane i of the vector `indices`, as f32.
 
-    A table of 2^n entries uses only the low n bits of an index.
+    table: 2, 4, 8 or 16 constants. indices: i32 vector. For 2^n constants, only the low n bits of
+    each index are used.
     """
     lanes = isa.lanes
     if lanes >= max(len(table), AVX2.lanes) and not _plain(isa):
@@ -40,9 +43,10 @@ def entries(b: Body, isa: Isa, table: Sequence[float], indices: Ssa) -> Ssa:
 
 
 def permuted(b: Body, isa: Isa, table: Ssa, indices: Ssa) -> Ssa:
-    """Look up the lanes of the vector `table`, f32 [lanes], at `indices`, i32 [lanes].
+    """Permute the lanes of a vector: lane i of the result is lane indices[i] of `table`.
 
-    Only the low bits of an index are used. NEON has no such instruction and is not supported.
+    table: f32 vector. indices: i32 vector; only the low log2(number of lanes) bits of each index
+    are used. NEON has no such instruction and is not supported.
     """
     if not _plain(isa):
         return b.intrinsic(_PERMUTE[isa.lanes], table.type, table, indices)
@@ -51,10 +55,10 @@ def permuted(b: Body, isa: Isa, table: Ssa, indices: Ssa) -> Ssa:
 
 
 def shifted_index(b: Body, isa: Isa, words: Ssa, shift: int) -> Ssa:
-    """Shift each i32 of `words` right by `shift` bits, for use as an index in `permuted`.
+    """Shift each i32 of a vector right by `shift` bits, to use the results as `permuted`'s indices.
 
-    With 16 lanes, `shift` must be a multiple of 4, and only the low four bits of each result are
-    valid; `permuted` reads only these.
+    If the vector has 16 lanes, `shift` must be a multiple of 4, and only the low four bits of each
+    result are valid. `permuted` ignores the other bits.
     """
     factor = 1 << 16 - shift % 16
     if isa.lanes < ENTRIES or _plain(isa) or factor == 1 << 16:
@@ -68,9 +72,10 @@ def shifted_index(b: Body, isa: Isa, words: Ssa, shift: int) -> Ssa:
 
 
 def byte_entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
-    """Look up every byte of the i32 vector `indices` (0 to 15) in a table of 16 integers.
+    """Emit a table lookup of bytes: replace each byte i of the vector `indices` by table[i].
 
-    The result is an i32 vector with an entry in each byte.
+    table: 16 integers of 8 bits. indices: i32 vector with four indices, 0 to 15, in each lane.
+    The result is an i32 vector with four entries of the table in each lane.
     """
     width = 4 * isa.lanes
     bytes_ = b.bitcast(indices, width, "i8")

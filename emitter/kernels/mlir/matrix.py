@@ -1,13 +1,13 @@
-"""Emit matmuls of bf16 blocks with f32 accumulators: x [rows, 32] times weights [32, 16].
+"""Emit matmuls of small bf16 blocks: x [rows, 32] @ weights [32, 16], accumulated in f32.
 
-A block is contiguous in memory. Each i32 has a pair of bf16, which are neighbours along the
-dimension of 32 (in_features). So a block of x is i32 [rows, 16]. A block of weights is i32 [16, 16
-columns], and a column belongs to one row of the weight. The accumulators, f32 [rows, 16], stay in
-the matrix unit's eight registers until they are stored.
+A block is contiguous in memory, as i32 with two bf16 each. The two bf16 are neighbours along the
+dimension of size 32, which is summed over. So a block of x is i32 [rows, 16], and a block of
+weights is i32 [16, 16]. The sums of a block are f32 [rows, 16].
 
-    amx    tdpbf16ps on Intel's AMX tiles: sums rounded to nearest, denormals as zero. The process must first request
-           the use of tiles from Linux (`vmfb.cpu.can_use_tiles`).
-    plain  shifts and fma, for every CPU: accumulators are in the memory of the results
+    amx    tdpbf16ps on Intel's AMX tiles: rounds sums to nearest, treats denormals as zero. Sums
+           stay in tile registers until they are stored. The process must first request the use
+           of tiles from Linux (`vmfb.cpu.can_use_tiles`)
+    plain  shifts and fma, for every CPU. Sums are accumulated in the memory of the results
 """
 
 from castiron.emitter.kernels.mlir.bf16_pairs import halves
@@ -24,16 +24,20 @@ Block = Ssa  # a block of sums, x or weights: an AMX tile, or an address
 
 
 class Matrix:
-    """A writer of code that multiplies bf16 blocks and stores f32 results [blocks, rows, 16].
+    """A writer of code that multiplies bf16 blocks: x [rows, 32] @ weights [32, 16].
 
-    rows: rows of a block of x, up to 16. results: memref of the results.
+    rows: number of rows in a block of x, up to 16.
+    results: memref f32 [blocks, rows, 16] in which the code stores the results.
     """
 
     def __init__(self, b: Body, isa: Isa, rows: int, results: Ssa):
         self.b, self.rows, self.tiled, self.results = b, rows, isa.matrix == "amx", b.address(results)
 
     def zero(self, number: int) -> Block:
-        """Return zeroed accumulators for block `number` of the results."""
+        """Create zeroed accumulators, f32 [rows, 16].
+
+        number: index of the block of results in which they will be stored.
+        """
         if self.tiled:
             return self._tile("tilezero", self.rows)
         address = self.b.moved(self.results, number * self.rows * ROW_BYTES)
@@ -42,15 +46,15 @@ class Matrix:
         return address
 
     def x(self, base: Ssa, offset: Index) -> Block:
-        """Load a block of x, i32 [rows, 16], from address `base` + `offset` bytes."""
+        """Load a block of x, i32 [rows, 16] of two bf16 each, from `base` + `offset` bytes."""
         return self._load(self.rows, base, offset)
 
     def weights(self, base: Ssa, offset: Index) -> Block:
-        """Load a block of weights, i32 [16, 16], from address `base` + `offset` bytes."""
+        """Load a block of weights, i32 [16, 16] of two bf16 each, from `base` + `offset` bytes."""
         return self._load(DEPTH // 2, base, offset)
 
     def add(self, sums: Block, x: Block, weights: Block) -> Block:
-        """Return the accumulators `sums` plus x @ weights."""
+        """Return the accumulators `sums` plus the matmul x @ weights of two bf16 blocks."""
         if self.tiled:
             return self._tile("tdpbf16ps", self.rows, self._integer(ROW_BYTES), sums, x, weights)
         b = self.b
@@ -67,7 +71,10 @@ class Matrix:
         return sums
 
     def store(self, sums: Block, number: int) -> None:
-        """Emit code that stores the accumulators `sums` as block `number` of the results."""
+        """Emit code that stores the accumulators `sums` in the results, at block index `number`.
+
+        `number` must be the same as in the call of `zero` that created the accumulators.
+        """
         if self.tiled:
             address = self.b.pointer(self.results, number * self.rows * ROW_BYTES)
             sizes, stride = (self._integer(self.rows), self._integer(ROW_BYTES)), self._integer(ROW_BYTES, "i64")

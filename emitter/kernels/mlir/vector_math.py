@@ -1,4 +1,7 @@
-"""Vector functions for all kernels: exp, sums and maxima across lanes, RMS norm, int8."""
+"""Emit vector functions that many kernels use.
+
+These are exp, sums and maxima across lanes, RMS norm, and quantisation to int8.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -63,10 +66,10 @@ def _power(b: Body, shifted: Ssa) -> Ssa:
 
 
 def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
-    """Return a vector whose lane i is the sum of the lanes of vectors[i].
+    """Sum the lanes of each vector: lane i of the result is the sum of all lanes of vectors[i].
 
-    The number of vectors is a power of two, and at most the number of lanes. The order of additions
-    does not depend on the number of vectors.
+    The number of vectors must be a power of two and at most the number of lanes. The order of
+    additions does not depend on the number of vectors.
     """
     vectors = list(vectors)
     width = vectors[0].width
@@ -98,9 +101,10 @@ def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
 
 
 def row_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) -> Ssa:
-    """Return the scalar sum of `count` elements.
+    """Return the sum of `count` elements as a scalar.
 
-    read(i, width): returns a vector of the `width` elements from index i on. lanes: max `width`.
+    read: callback; read(i, width) returns elements i .. i + width - 1 as a vector.
+    lanes: the largest `width` in a call of `read`.
     """
     width = largest_width(lanes, count)
     ways = largest_width(4, count // width)
@@ -110,28 +114,38 @@ def row_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) 
 
 
 def square_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) -> Ssa:
-    """Return the scalar sum of the squares of `count` elements.
+    """Return the sum of squares of `count` elements as a scalar.
 
-    read(i, width): returns a vector of the `width` elements from index i on. lanes: max `width`.
+    read: callback; read(i, width) returns elements i .. i + width - 1 as a vector.
+    lanes: the largest `width` in a call of `read`.
     """
     return row_sum(b, count, lanes, lambda d, width: b.mulf(x := read(d, width), x))
 
 
 def tree(combine: Callable[[Ssa, Ssa], Ssa], parts: Sequence[Ssa]) -> Ssa:
-    """Reduce `parts` to one value by a balanced tree of combine(a, b)."""
+    """Reduce a list to one value by combining its elements in pairs, as a balanced tree.
+
+    combine: returns the combination of two values, such as their sum.
+    """
     while len(parts) > 1:
         parts = [combine(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
     return parts[0]
 
 
 def outer(b: Body, rows: Iterable[Ssa], columns: Sequence[Ssa], sums: Sequence[Ssa]) -> list[Ssa]:
-    """Return sums[i * len(columns) + j] + rows[i] * columns[j] for all i, j; all are vectors."""
+    """Accumulate the elementwise products of every vector in `rows` and every one in `columns`.
+
+    Vector n = i * len(columns) + j of the result is sums[n] + rows[i] * columns[j].
+    """
     totals = iter(sums)
     return [b.fma(row, column, next(totals)) for row in rows for column in columns]
 
 
 def transpose(b: Body, rows: Sequence[Ssa]) -> list[Ssa]:
-    """Return the columns of a square matrix, given its rows; their number is a power of two."""
+    """Transpose a square matrix: take its rows as vectors, and return its columns as vectors.
+
+    The number of rows must be a power of two.
+    """
     rows = list(rows)
     width = len(rows)
     fold = width // 2
@@ -158,26 +172,27 @@ def lane_max(b: Body, vector: Ssa) -> Ssa:
 
 
 def inverse_rms(b: Body, read: Callable[[Index, int], Ssa], count: int, eps: float, lanes: int) -> Ssa:
-    """Return the scalar 1 / sqrt(mean(x^2) + eps) of `count` elements x.
+    """Return 1 / sqrt(mean(x^2) + eps) over `count` elements x, as a scalar.
 
-    read(i, width): returns a vector of the `width` elements from index i on. lanes: max `width`.
+    read: callback; read(i, width) returns elements i .. i + width - 1 as a vector.
+    lanes: the largest `width` in a call of `read`.
     """
     mean = b.divf(square_sum(b, count, lanes, read), b.f32(count))
     return b.divf(b.f32(1.0), b.math("sqrt", b.addf(mean, b.f32(eps))))
 
 
 def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    """Return the RMS norm of the rows of x in f64 (Zhang and Sennrich 2019; HF `LlamaRMSNorm`)."""
+    """Compute the RMS norm of each row of x in NumPy, in f64 (as HF's `LlamaRMSNorm`)."""
     x = x.astype(np.float64)
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
 def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
-    """Quantise f32 vectors to int8, and return (quantised vectors, their common scale).
+    """Quantise f32 vectors to int8 with one common scale; return (quantised vectors, scale).
 
-    A quantised vector is still f32: each element is an int8 number plus the constant ROUND, whose
-    addition rounds to an integer. `numbers_of` and `low_bytes` extract the int8. The scale is
-    max |x| / 127.
+    The scale is max |x| / 127 over all vectors. A quantised vector is still f32: each element is
+    n + ROUND, where n is the int8 of x. ROUND is a large constant; adding it rounds x / scale to an
+    integer. `numbers_of` and `low_bytes` extract n.
     """
     width = parts[0].width
     peak = lane_max(b, tree(b.maxf, [b.math("absf", part) for part in parts]))
@@ -187,10 +202,16 @@ def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
 
 
 def numbers_of(b: Body, shifted: Ssa) -> Ssa:
-    """Convert a vector that `as_bytes` has quantised to its int8 numbers, stored as f32."""
+    """Extract the int8 numbers from a vector that `as_bytes` returned; return them as f32.
+
+    shifted: the vector; each of its elements is an int8 number plus the constant ROUND.
+    """
     return b.subf(shifted, b.splat(ROUND, shifted.width))
 
 
 def low_bytes(b: Body, shifted: Ssa) -> Ssa:
-    """Convert a vector that `as_bytes` has quantised to its int8 numbers, stored as i8."""
+    """Extract the int8 numbers from a vector that `as_bytes` returned; return them as i8.
+
+    shifted: the vector; each of its elements is an int8 number plus the constant ROUND.
+    """
     return b.convert("trunci", b.bitcast(shifted, shifted.width, "i32"), "i8")

@@ -1,15 +1,15 @@
 """Compute a depthwise causal convolution over time, and an activation.
 
-A filter w has n positions, so the state has the last n - 1 rows of x.
+Each feature has its own filter w with n taps. The state has the last n - 1 rows of x from previous
+calls; the kernel updates it. A workgroup computes up to `BLOCK` features of one sequence:
 
-each workgroup: up to `BLOCK` features of one sequence
-  for a few vectors of features at a time:
-    window [n - 1] = state[layer]                                                              registers
-    for t < length:
-      y[t] = act(bias + sum over i of w[i] * window[i] + w[n - 1] * x[t])                      memory
-      window = window[1:], x[t]
-    state[layer] = window                                                                      memory, in place
-    for t >= length: y[t] = 0
+    for a few vectors of features at a time:
+      window [n - 1] = state[layer]                                            in registers
+      for t < length:
+        y[t] = act(bias + sum over i of w[i] * window[i] + w[n - 1] * x[t])
+        window = window[1:], x[t]
+      state[layer] = window
+    for t >= length: y[t] = 0                                                  rows of padding
 """
 
 from functools import cache
@@ -32,15 +32,16 @@ def causal_conv(
 ) -> Kernel:
     """Return the kernel of a depthwise causal convolution with a state, and an activation.
 
-    y_t = act(bias + sum over i of w_i x_(t - n + 1 + i)), for a filter w with n taps.
+    y[t] = act(bias + sum over i of weight[i] * x[t - n + 1 + i]), for n taps of the filter.
 
+    tokens: `tokens.count` is T. The tokens belong to one sequence, or each to a different sequence
+        if `tokens.batch`. `tokens.layers` is the size of dimension 0 of the state.
+    positions: n, the number of taps (not related to the operand `positions`).
+    x: which columns of the operand x are convolved; the operand may have more than `features`.
     Operands: x f32 [T, x.width]; weight f32 [n, features]; bias f32 [features] if `bias`; positions
-        and length of `tokens.operands`, if it has them; state f32 [layers, n - 1, features], the
-        last n - 1 rows of x; layer, the index of the layer.
-    Results: y f32 [T, features], zero for padding; state, in place.
-
-    positions: number n of taps of the filter.
-    x: which columns of the operand x are convolved.
+        i32 [T] if `tokens.batch`; length i32 if `tokens.length`; state f32 [layers, n - 1,
+        features], the last n - 1 rows of x from previous calls; layer, the index of the layer.
+    Results: y f32 [T, features], zero for padding; state, updated in place.
     """
     T, n = tokens.count, positions
     row = TensorType((features,), F32)

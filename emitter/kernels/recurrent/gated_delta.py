@@ -1,15 +1,18 @@
 """Compute the gated delta rule (arXiv:2412.06464) token by token, and the gated norm after it.
 
-    each workgroup: one head of one sequence, with the state S [k_dim, v_dim]
-      for a few columns of S at a time, for token t:
-        new [columns] = beta * (v - decay * (k S))         q and k are divided by their L2 norms
-        S = decay * S + outer(k, new)                      in place, or for several tokens in a stack copy
-        out[t, columns] = q S / sqrt(k_dim)                                                      memory
-      out = out / rms(out) * weight * silu(z)              if there is a norm
-      out = 0 in rows of padding
+A workgroup computes one head of one sequence. The head has a state S [k_dim, v_dim]. q, k, v, beta
+and decay belong to token t; q and k are divided by their L2 norms.
 
-Columns of S are independent, so a few of them stay in the L1 cache for all tokens. An element of S
-takes four operations per token, fewer than in the matmuls of the chunked form.
+    for a few columns of S at a time, for each token t:
+      new = beta * (v[columns] - decay * (k @ S))
+      S = decay * S + outer(k, new)
+      out[t, columns] = q @ S / sqrt(k_dim)
+    out = out / rms(out) * weight * silu(z)                if there is a norm
+    out = 0                                                in rows of padding
+
+Columns of S are independent, so a few of them stay in the L1 cache for all tokens. Computing token
+by token takes four operations per element of S and token. The matmuls of the chunked form take
+more.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,17 +38,19 @@ def gated_delta(
 ) -> Kernel:
     """Return the kernel of the gated delta rule (`recurrences.gated_delta`) and a gated norm.
 
-    The decay of a head is exp(rate * softplus(alpha + bias)). The rule's beta is sigmoid(beta).
+    The rule's decay is exp(rate * softplus(alpha + bias)), and its beta is sigmoid(beta), where
+    `alpha` and `beta` are operands.
 
-    shape: (k_heads, heads, k_dim, v_dim), where q and k have k_heads heads, and v has `heads`
-        heads.
+    tokens: `tokens.count` is T. The tokens belong to one sequence, or each to a different sequence
+        if `tokens.batch`. `tokens.layers` is the size of dimension 0 of the state.
+    shape: (k_heads, heads, k_dim, v_dim): q and k have k_heads heads, v has `heads` heads.
     columns: for each of the operands q, k, v, alpha, beta and z, the columns that the kernel reads.
-    norm_eps: epsilon of an RMS norm of each head of the result; None for no norm. The norm's result
-        is multiplied by silu(z).
+    norm_eps: epsilon of an RMS norm over each head of the result, which is then multiplied by
+        silu(z); None for neither.
     Operands: q, k, v, alpha, beta and (with a norm) z, f32 [T, width]; rate, bias f32 [heads]; norm
-        f32 [v_dim]; positions and length of `tokens.operands`, if it has them; state f32 [layers,
-        heads, k_dim, v_dim]; layer, the index of the layer.
-    Results: out f32 [T, heads * v_dim], zero for padding; state, in place.
+        f32 [v_dim], the norm's weight; positions i32 [T] if `tokens.batch`; length i32 if
+        `tokens.length`; state f32 [layers, heads, k_dim, v_dim]; layer, the index of the layer.
+    Results: out f32 [T, heads * v_dim], zero for padding; state, updated in place.
     """
     k_heads, heads, k_dim, v_dim = shape
     T = tokens.count
@@ -118,11 +123,14 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tuple[int, bool]:
-    """Choose how many columns of the state a kernel updates at a time, and whether in a copy.
+    """Choose how many columns of the state S [k_dim, v_dim] the kernel updates at a time.
 
-    Return (number of vectors in a row of these columns, whether they are copied to the stack). A
-    kernel for several tokens copies them if the copy fits. vectors: number of vectors in v_dim.
+    Return (n, copied). The kernel updates n * width columns at a time. If `copied`, it copies them
+    to the stack, updates the copy for all tokens, and writes it back. It does this if a workgroup
+    computes several tokens and the copy fits.
+
     width: number of elements of a vector.
+    vectors: v_dim / width.
     """
     limit = isa.registers // 4
     if tokens.in_turn > 1:
@@ -134,14 +142,16 @@ def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tu
 
 @dataclass
 class _Head:
-    """A writer of the code of one workgroup, which computes one head of one sequence.
+    """A writer of a workgroup's code, which computes one head of one sequence.
 
-    The code updates a block of columns of the head's state at a time.
+    The code updates the head's state [k_dim, v_dim] in blocks of a few columns.
 
-    sizes: (k_dim, v_dim, elements of a vector, vectors in a row of a block).
+    sizes: (k_dim, v_dim, elements of a vector, width of a block in vectors).
+    share: which head and which tokens the workgroup computes.
     given: memrefs of the kernel's operands and results, by name.
-    at: the head's first column in each operand, by name.
-    known: stack buffer f32 [4, tokens] with decay, beta, and the scales of k and q, of each token.
+    at: index of the head's first column in each operand, by name.
+    known: stack buffer f32 [4, tokens]; four numbers of each token: decay, beta, and the factors
+        that normalise k and q.
     """
 
     b: Body
@@ -160,7 +170,10 @@ class _Head:
         return self.b.vload(self.given[name], width, t, self.b.add(self.at[name], d))
 
     def _times(self, name: str, t: Index, d: Index) -> Ssa:
-        """Return element `d` of the head in operand `name`, repeated in every lane of a vector."""
+        """Load one element of an operand, such as k, and return it in every lane of a vector.
+
+        name: name of the operand. t: index of the token. d: index of the element in this head.
+        """
         b = self.b
         return b.broadcast(b.load(self.given[name], t, b.add(self.at[name], d)), self.sizes[2])
 
@@ -182,10 +195,13 @@ class _Head:
         b.store(inverse_length("q", k_dim**-0.5), self.known, OF_Q, slot)
 
     def block(self, column: Index, copy: Ssa | None) -> None:
-        """Emit code that updates some columns of the state for all tokens, and stores the results.
+        """Emit code that updates a block of columns of the state for all tokens.
 
-        column: first of these columns. copy: stack buffer in which the code updates the columns, or
-        None to update the state in memory.
+        The code also stores the results of these columns.
+
+        column: index of the block's first column.
+        copy: stack buffer for a copy of the block, which is updated and written back; None to
+            update the state itself.
         """
         b, (k_dim, _, width, vectors) = self.b, self.sizes
         state, offsets = self.given["state"], range(0, vectors * width, width)

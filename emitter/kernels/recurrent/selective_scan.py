@@ -1,14 +1,16 @@
 """Compute the scan of Mamba 2 (arXiv:2405.21060) token by token.
 
-    each workgroup: one head of one sequence, with the state S [head_dim, n]
-      for a few rows p of S at a time, for token t:
-        step = softplus(dt[t] + bias); decay = exp(rate * step)           computed once per head
-        S[p] = decay * S[p] + step * x[t, p] * B[t]                       B [T, n]; in place
-        y[t, p] = sum(S[p] * C[t]) + skip * x[t, p]                       C [T, n]; memory
-      y = 0 in rows of padding
+A workgroup computes one head of one sequence. The head has a state S [head_dim, n], inputs x [T,
+head_dim], dt [T], B [T, n] and C [T, n], and scalars bias, rate and skip.
 
-Rows of S are independent, so a few of them stay in the L1 cache for all tokens. An element of S
-takes three operations per token, fewer than in the matmuls of the chunked form.
+    for each token t: step[t] = softplus(dt[t] + bias); decay[t] = exp(rate * step[t])
+    for a few rows p of S at a time, for each token t:
+      S[p] = decay[t] * S[p] + step[t] * x[t, p] * B[t]
+      y[t, p] = sum(S[p] * C[t]) + skip * x[t, p]
+    y = 0 in rows of padding
+
+Rows of S are independent, so a few of them stay in the L1 cache for all tokens. Computing token by
+token takes three operations per element of S and token. The matmuls of the chunked form take more.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,12 +31,14 @@ STEP, DECAY = range(2)
 def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns], *, isa: Isa) -> Kernel:
     """Return the kernel of the scan of Mamba 2 (`recurrences.selective_scan`).
 
-    shape: (groups, heads, head_dim, n).
+    tokens: `tokens.count` is T. The tokens belong to one sequence, or each to a different sequence
+        if `tokens.batch`. `tokens.layers` is the size of dimension 0 of the state.
+    shape: (groups, heads, head_dim, n). n is Mamba's d_state. Heads of a group share B and C.
     columns: for each of the operands x, dt, B and C, the columns that the kernel reads.
-    Operands: x, dt, B, C f32 [T, width]; rate, bias and skip f32 [heads]; positions and length of
-        `tokens.operands`, if it has them; state f32 [layers, heads, head_dim, n]; layer, the index
-        of the layer.
-    Results: y f32 [T, heads * head_dim], zero for padding; state, in place.
+    Operands: x, dt, B, C f32 [T, width]; rate, bias and skip f32 [heads]; positions i32 [T] if
+        `tokens.batch`; length i32 if `tokens.length`; state f32 [layers, heads, head_dim, n];
+        layer, the index of the layer.
+    Results: y f32 [T, heads * head_dim], zero for padding; state, updated in place.
     """
     groups, heads, head_dim, n = shape
     T = tokens.count

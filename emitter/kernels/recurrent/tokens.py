@@ -1,4 +1,8 @@
-"""Code that kernels of recurrent layers share: tokens of a call, columns of operands, softplus."""
+"""Helpers of the kernels of recurrent layers.
+
+They describe which tokens a call has, which columns of an operand a kernel reads, and which part of
+the work a workgroup does. Two functions emit softplus and sigmoid.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,9 +18,12 @@ QUAD = 4  # lanes of the vectors in which scalars are computed
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of an operand f32 [T, width] that a kernel reads, from column `first` on.
+    """A range of columns that a kernel reads from an operand f32 [tokens, width].
 
-    The operand may be the result of a fused matmul, which has other columns for other kernels.
+    The operand may be the result of a fused matmul, where other kernels read other columns.
+
+    width: number of columns that the operand has.
+    first: index of the first column that is read. The kernel knows how many columns follow.
     """
 
     width: int
@@ -30,18 +37,21 @@ class Columns:
         return f"{self.first}of{self.width}"
 
     def of(self, x: np.ndarray, *sizes: int) -> np.ndarray:
-        """Return these columns of the NumPy array `x` [T, width], as f64 [T, *sizes]."""
+        """Return these columns of a NumPy array x [tokens, width], as f64 [tokens, *sizes].
+
+        sizes: such as (heads, head_dim). Their product is the number of columns.
+        """
         own = x[:, self.first : self.first + int(np.prod(sizes))]
         return own.reshape(len(x), *sizes).astype(np.float64)
 
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a recurrent kernel that one workgroup computes.
+    """The part of a recurrent kernel's work that one workgroup does.
 
-    unit: index of a head, or of a block of features.
-    at: index of the layer's state in dimension 0 of the state, which may have several sequences.
-    low, end, high: rows low .. end - 1 of x are tokens, and rows end .. high - 1 are padding.
+    unit: index of the head (for a convolution, of the block of features) that it computes.
+    at: index in dimension 0 of the state operand, for the workgroup's layer and sequence.
+    low, end, high: rows low .. end - 1 of x are its tokens; rows end .. high - 1 are padding.
     """
 
     unit: Index
@@ -53,14 +63,14 @@ class Share:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a call of a recurrent kernel.
+    """The tokens that a recurrent kernel computes in one call.
 
-    count: number of tokens.
-    layers: size of dimension 0 of the state, which has all layers of the first sequence, then all
-        layers of the second, and so on.
-    batch: False for consecutive tokens of one sequence, True for one token of each of `count`
+    count: number of tokens, with padding.
+    layers: size of dimension 0 of the state operand: the number of layers times the number of
+        sequences. All layers of the first sequence come first, then those of the second.
+    batch: False for consecutive tokens of one sequence; True for one token of each of `count`
         sequences. A sequence with a negative position is idle, and its state does not change.
-    length: whether an operand `length` gives the number of tokens that are not padding.
+    length: whether the kernel has an operand `length`, the number of tokens without padding.
     """
 
     count: int
@@ -70,7 +80,7 @@ class Tokens:
 
     @property
     def in_turn(self) -> int:
-        """Return how many tokens one workgroup computes, one after another; in a batch, it is 1."""
+        """Return how many tokens one workgroup computes: 1 in a batch, otherwise all of them."""
         return 1 if self.batch else self.count
 
     @property
@@ -87,10 +97,11 @@ class Tokens:
         return f"{self.layers}_{'b' * self.batch}{self.count}" + "_length" * self.length
 
     def share(self, b: Body, units: int, layer: Ssa, given: Mapping[str, Ssa]) -> Share:
-        """Return which head (or block of features) and which tokens this workgroup computes.
+        """Emit code that finds which part of the kernel's work the running workgroup does.
 
-        units: number of workgroups for each sequence. layer: index of the layer. given: memrefs of
-        the kernel's operands, by name.
+        units: number of workgroups for each sequence: heads, or blocks of features.
+        layer: index of the layer.
+        given: memrefs of the kernel's operands, by name.
         """
         unit: Index = b.workgroup()
         if not self.batch:
@@ -101,11 +112,12 @@ class Tokens:
         return Share(unit, b.add(b.mul(row, self.layers // self.count), layer), row, end, after)
 
     def real(self, layer: int, given: dict[str, np.ndarray]) -> Iterator[tuple[int, range]]:
-        """Yield which state and which rows of x belong to each sequence, for the NumPy references.
+        """Yield (index in dimension 0 of the state, range of rows of x) for each sequence.
 
-        An item is (index in dimension 0 of the state, range of the rows that are not padding). Idle
-        sequences are left out. layer: index of the layer. given: the kernel's operands as NumPy
-        arrays, by name.
+        The NumPy references of kernels use this. Rows of padding and idle sequences are left out.
+
+        layer: index of the layer.
+        given: the kernel's operands as NumPy arrays, by name.
         """
         if not self.batch:
             yield layer, range(int(given.get("length", self.count)))
@@ -116,8 +128,10 @@ class Tokens:
 
 
 def zero_padding(b: Body, share: Share, y: Ssa, low: Index, high: Index, width: int) -> None:
-    """Emit code that sets columns low .. high - 1 of y to zero in rows of padding.
+    """Emit code that sets the workgroup's rows of padding in y to zero.
 
+    share: the part of the work that the workgroup does; it says which rows are padding.
+    low, high: the code sets columns low .. high - 1.
     width: number of elements of a vector.
     """
     with b.loop(share.end, share.high) as t, b.loop(low, high, width) as d:
@@ -125,12 +139,12 @@ def zero_padding(b: Body, share: Share, y: Ssa, low: Index, high: Index, width: 
 
 
 def single_lane(b: Body, x: Ssa) -> Ssa:
-    """Return a vector with `x` in every lane, to compute a scalar with functions of vectors."""
+    """Broadcast a scalar to a vector of four lanes, to use it in functions that take vectors."""
     return b.broadcast(x, QUAD)
 
 
 def softplus(b: Body, x: Ssa) -> Ssa:
-    """Return log(1 + e^x) of a vector of four lanes (QUAD), accurate also for small results."""
+    """Return log(1 + e^x) of a vector of four lanes; results near zero are accurate too."""
     small = exp(b, b.subf(b.splat(0.0, QUAD), b.math("absf", x)))
     return b.addf(b.maxf(x, b.splat(0.0, QUAD)), b.math("log1p", small))
 

@@ -1,13 +1,15 @@
 """Pack weights into the layout that kernels read sequentially.
 
-A row block has 16 rows of the weight, one for each lane of a vector. The last row block is padded
-with zero rows. A packed weight is a u8 array of shape
+A codec is a weight format, such as Q4_K or bf16. A codec block is a block of this format, as in a
+GGUF file: 32 to 256 elements of a row. A codec group is the elements of a block that share a scale.
 
-    [ceil(out / 16), records, record_bytes]
+A packed weight is a u8 array [ceil(out / 16), records, record_bytes]. Each index of the first
+dimension is 16 rows of the weight, one for each lane of a vector; zero rows fill up the last 16. A
+record interleaves one codec block of each of the 16 rows. Most records are as large as these blocks
+in a GGUF file. Those of K-quants are slightly larger, because six-bit scales are stored as bytes.
 
-A record has one codec block (32 or 256 elements) of each of the 16 rows. It is as large as these
-blocks in a GGUF file, except that it stores the six-bit scales of K-quants as bytes (3 % more). An
-element is d * scale * code plus or minus m * minimum, see `codec.Parts`:
+An element of the weight is d * scale * code plus or minus m * minimum (see `codec.Parts`). These
+values are the parts of a record:
 
     d      [16] f16                  scale of the codec block; u8 if it is an exponent, f32 or bf16
                                      for some codecs
@@ -19,15 +21,15 @@ element is d * scale * code plus or minus m * minimum, see `codec.Parts`:
            [elements, 16] i8         codes of 8 bits
 
 Every quantised codec has d and codes; the other parts depend on the codec. A record of a float
-codec has one element of each of the 16 rows; for bf16, two elements in an i32, the even one in the
-low half.
+codec has no such parts. It has one element of each of the 16 rows (for bf16, two elements in an
+i32, the even one in the low half).
 
-Kernels read a code as `word & mask`, without a shift. The result is the code times a power of two,
-so kernels multiply x by the inverse of this power beforehand.
+A word has as many complete codes as fit. For codes of 3, 5 or 6 bits, one or two bits at the top of
+a word are left over. The last one or two codes of a group are stored in the leftover bits of
+several words (`TOP_CODES`).
 
-The bit fields of codes of 3, 5 or 6 bits do not fill a word: the highest one or two bits are left
-over. The leftover bits of several words together store the last one or two codes of a group
-(`TOP_CODES`).
+Kernels read a code as `word & mask`, without a shift. This gives the code times a power of two, so
+kernels multiply x by the inverse of this power beforehand.
 """
 
 import os
@@ -62,17 +64,20 @@ TOP_CODES: dict[int, tuple[tuple[BitField, ...], ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a record, which packs one codec block of each of 16 rows.
+    """The layout of a record of a packed weight, which has one codec block of each of 16 rows.
+
+    A codec block is a block of the weight's format, such as 256 elements of Q4_K. A group is the
+    elements of a block that share a scale. Codes are packed in words, integers of 16 or 32 bits.
 
     size: bytes of a record.
-    elements, groups: elements and codec groups of each row in a record.
-    words: number of words that store the codes of one group of one row; 0 for 8-bit codes and
-        floats.
+    elements: number of elements of each row in a record.
+    groups: number of groups of each row in a record.
+    words: number of words with the codes of one group of one row; 0 for 8-bit codes and floats.
     word_bits: bits of a word.
-    fields: number of bit fields in a word, each with one code. The bits that are left over in a
-        word are not counted; they store parts of other codes (`TOP_CODES`).
-    d, m, scales, minima, codes: byte offset of each part of the record, or None if the record has
-        no such part.
+    fields: number of complete codes in a word. Bits left over at its top store parts of other codes
+        (`TOP_CODES`).
+    d, m, scales, minima, codes: byte offset of each part of the record (an element is
+        d * scale * code +- m * minimum); None if the format has no such part.
     d_type: NumPy type of d.
     """
 
@@ -90,23 +95,25 @@ class Layout:
     codes: int = 0
 
     def field(self, k: int) -> tuple[int, int]:
-        """Return (index of the word, index of the bit field in the word) of code k of a group.
+        """Return where code k of a group is: (index of the word, index of the code in the word).
 
-        k must be less than `in_fields`: later codes have no field of their own (`TOP_CODES`).
+        k must be less than `in_fields`, because later codes are spread over several words.
         """
         return k // self.fields, k % self.fields
 
     @property
     def in_fields(self) -> int:
-        """Return how many codes of a group have a bit field of their own.
+        """Return how many codes of a group are complete in one word.
 
-        The last codes of a group may have none: their bits are spread over several words
-        (`TOP_CODES`).
+        One or two more codes may follow, whose bits are spread over several words (`TOP_CODES`).
         """
         return self.words * self.fields
 
     def bit_fields(self, codec: Codec, k: int) -> tuple[BitField, ...]:
-        """Return the bit fields (word, shift, mask) that store code k of a group; OR joins them."""
+        """Return where the bits of code k of a group are, as (word, shift, mask) tuples.
+
+        The code is the OR of (words[word] >> shift) & mask over these tuples.
+        """
         if k >= self.in_fields:
             return TOP_CODES[codec.bits][k - self.in_fields]
         word, field = self.field(k)
@@ -137,9 +144,10 @@ def layout(codec: Codec) -> Layout:
 
 
 def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[int, int, int]:
-    """Return the shape of a packed weight [out, in]: (16-row blocks, records, bytes of a record).
+    """Return the shape of a packed weight: (ceil(out / 16), records, bytes of a record).
 
-    A record packs one codec block of each of the 16 rows.
+    A record has, from each of 16 rows, one block of a quantised format (such as 256 elements of
+    Q4_K), one f32, one f16, or two bf16. `records` is the number of records that these rows fill.
     """
     row_bytes(codec_name, in_features)
     record = layout(codec_of(codec_name))
@@ -215,11 +223,13 @@ def _filled(raw: np.ndarray, axis: int, multiple: int) -> np.ndarray:
 
 
 def pack(codec_name: str, *raws: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """Pack a weight, u8 [out, row_bytes] in the codec's format, into u8 of `packed_shape`.
+    """Pack a weight into the layout that kernels read, u8 of shape `packed_shape`.
 
-    raws: one weight, or several of one shape, such as gate and up of a GLU. Several weights become
-    one, in which their 16-row blocks alternate. out: the array to write and return; None for a new
-    one.
+    codec_name: format of the weight, such as "q4_k".
+    raws: the weight, u8 [out, row_bytes] in this format. Several weights of one shape, such as
+        gate and up of a GLU, are packed into one array: 16 rows of the first, 16 rows of the
+        second, and so on.
+    out: the array to write and return; None for a new one.
     """
     codec = codec_of(codec_name)
     record, of_each = layout(codec), len(raws)
@@ -241,10 +251,10 @@ def pack(codec_name: str, *raws: np.ndarray, out: np.ndarray | None = None) -> n
 
 
 def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: int, in_int8: bool = False) -> np.ndarray:
-    """Return a packed weight dequantised to f32 [out, in].
+    """Dequantise a packed weight to f32 [out, in], with the same bits as if it were not packed.
 
-    The result has the same bits as if the weight were not packed. in_int8: whether a table of
-    floats is rounded to int8 (`Codec.in_int8`).
+    codec_name: format of the weight, such as "q4_k".
+    in_int8: whether to round a format's table of floats to int8, as `Codec.in_int8` does.
     """
     codec = codec_of(codec_name).in_int8 if in_int8 else codec_of(codec_name)
     record = layout(codec)
