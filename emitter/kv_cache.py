@@ -1,13 +1,16 @@
-"""KV caches: their states, ring buffers for sliding windows, and the formats of their rows.
+"""KV caches: buffers for full attention, ring buffers for sliding windows, formats of rows.
 
-A row stores the key or value of one kv head at one position:
+A row stores the key or the value of one kv head at one position. Its shape depends on the format:
 
     f32, f16   [head_dim]
-    q8_0       [groups, 4 + G]: per group, a scale d (f32) and G signed bytes; an element is d * byte
+    q8_0       [groups, 4 + G] bytes: each group has a scale d (f32) and G signed bytes.
+               An element is d * byte.
 
-G is 32 as in ggml's q8_0. If 32 does not divide head_dim, G is the largest power of two that does.
-ggml stores d as f16, which takes 6 % less memory. Here d is f32, because the conversion of f16
-scales took a fifth of the decode time.
+G is 32, as in ggml's q8_0. If head_dim is not a multiple of 32, G is the largest power of two that
+divides it.
+
+ggml stores d as f16, which takes 6 % less memory. Here d is f32, because converting d from f16 took
+a fifth of the decode time.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ MIN_GROUP = 8  # with fewer elements per scale, q8_0 would take at least as much
 
 @dataclass(frozen=True)
 class Cache:
-    """A format of KV cache rows: its name in `castiron compile --cache`, and its element type."""
+    """A format of KV cache rows: its name in `castiron compile --cache`, and its element type.
+
+    A row is the stored key or value of one head at one position.
+    """
 
     name: str
     dtype: DType
@@ -52,14 +58,18 @@ class Cache:
     def cuts(self, head_dim: int, size: int) -> bool:
         """Return whether a row of `head_dim` elements can be split into parts of `size` elements.
 
-        Elements of a group share a scale, so a part must have complete groups, or be inside one
-        group.
+        In a format with scales, groups of elements share a scale. So each part must have complete
+        groups, or be inside one group.
         """
         group = self.group(head_dim)
         return size % group == 0 or group % size == 0
 
     def row(self, head_dim: int) -> tuple[int, ...]:
-        """Return the shape of a row: the stored key or value of one head at one position."""
+        """Return the shape of the stored key or value of one head at one position.
+
+        It is [head_dim], or [groups, 4 + elements of a group] if groups of elements share an f32
+        scale.
+        """
         group = self.group(head_dim)
         return (head_dim // group, SCALE_BYTES + group) if self.grouped else (head_dim,)
 
@@ -67,11 +77,17 @@ class Cache:
         return prod(self.row(head_dim)) * self.dtype.bits // 8
 
     def type(self, layers: int, context: int, kv_heads: int, head_dim: int) -> TensorType:
-        """Return the type of a state with the keys, or the values, of `layers` layers."""
+        """Return the tensor type of the buffer with the keys, or the values, of `layers` layers.
+
+        The shape is [layers, context, kv_heads, ...], where the last dimensions are those of `row`.
+        """
         return TensorType((layers, context, kv_heads, *self.row(head_dim)), self.dtype)
 
     def stored(self, x: np.ndarray) -> np.ndarray:
-        """Convert x [..., head_dim] to rows [..., *row(head_dim)], rounded to nearest even."""
+        """Convert keys or values x [..., head_dim] to this storage format, rounded to nearest even.
+
+        The result is [..., *row(head_dim)].
+        """
         if not self.grouped:
             return x.astype(self.dtype.numpy)
         groups, size = self.row(x.shape[-1])
@@ -92,15 +108,15 @@ EXACT = CACHES["f32"]
 
 
 def layer_caches(windows: Mapping[int, int | None], context: int, kv_heads: int, head_dim: int) -> tuple[State, ...]:
-    """Return the states of the KV caches of a model's layers.
+    """Return the states (buffers for one sequence) that are the KV caches of a model's layers.
 
-    Layers with full attention have the states `k` and `v`. Layers with a sliding window have the
+    Layers with full attention share the states `k` and `v`. Layers with a sliding window share the
     ring buffers `k_sliding` and `v_sliding`. Every state is [layers, context, kv_heads, head_dim],
     where `layers` is the number of layers that use the state. `cut_to_rings` shortens the ring
     buffers later.
 
-    windows: by layer index, the size of the layer's sliding window in tokens, or None for full
-    attention. All sliding windows must have the same size.
+    windows: from the index of a layer to the size of its sliding window in tokens, or to None for
+        full attention. All sliding windows must have the same size.
     """
     found: list[State] = []
     for window in sorted(set(windows.values()), key=bool):
@@ -114,8 +130,10 @@ def layer_caches(windows: Mapping[int, int | None], context: int, kv_heads: int,
 def cut_to_rings(states: Sequence[State], tokens: int) -> tuple[State, ...]:
     """Return `states` with each ring buffer shortened to the rows that its sliding window needs.
 
-    tokens: the max number of tokens of a call; more tokens need more rows. If a ring buffer needs a
-    row for every position of the context, it becomes a "positional" state, as for full attention.
+    tokens: the max number of tokens of a call; more tokens need more rows.
+
+    If a ring buffer needs a row for every position of the context, it gets the kind "positional",
+    as a cache for full attention.
     """
 
     def cut(state: State) -> State:
@@ -129,7 +147,7 @@ def cut_to_rings(states: Sequence[State], tokens: int) -> tuple[State, ...]:
 
 
 def stored_as(states: Sequence[State], cache: str) -> tuple[State, ...]:
-    """Return `states` with KV caches in the row format `cache`, such as "f16" or "q8_0".
+    """Return `states` with all KV caches in the storage format `cache`, such as "f16" or "q8_0".
 
     Recurrent states stay f32, because their rounding errors would add up from token to token.
     """

@@ -1,6 +1,7 @@
-"""The layer operations, such as `linear` and `attention`: how each is checked and printed as MLIR.
+"""The layer operations, such as `linear` and `attention`: their checks, and their text in MLIR.
 
-Lowering replaces layer operations by StableHLO operations or calls of kernels.
+A model is built from layer operations. Lowering then replaces them by StableHLO operations or calls
+of kernels.
 """
 
 from __future__ import annotations
@@ -44,11 +45,14 @@ _POSITIONS = "the positions must be i32: [T] in a batch, start and length in pre
 
 
 def _norm(max_weights: int, *ranks: int) -> Callable[[Op], str | None]:
-    """Return the check of a norm over the last dimension of x, such as `rms_norm`.
+    """Return a function that checks an operation that normalises the last dimension of x.
 
-    The check returns an error message, or None if the operation is valid: it must have 1 to
-    `max_weights` weights. ranks: the allowed ranks of a weight. A weight of rank 2, for example,
-    must have the shape of the last two dimensions of x.
+    Such operations are `rms_norm`, `layer_norm` and `head_norms`. The function returns an error
+    message, or None if the operation is valid.
+
+    max_weights: the operation must have 1 to `max_weights` weights, a bias included.
+    ranks: allowed ranks of a weight. A weight of rank 2, for example, must have the shape of the
+        last two dimensions of x.
     """
 
     def rule(op: Op) -> str | None:
@@ -139,11 +143,13 @@ def _experts(op: Op) -> str | None:
 
 
 def _recurrence(fits: Callable[[list[tuple[int, ...]], tuple[int, ...]], bool]) -> Callable[[Op], str | None]:
-    """Return the check of an operation that updates a recurrent state, such as `gated_delta`.
+    """Return a function that checks an operation with a recurrent state, such as `gated_delta`.
 
-    The check returns an error message, or None if the operation is valid. fits(shapes, state):
-    returns whether these shapes match. `shapes` lists the shapes of the operands, without state and
-    positions, and then the shape of the result. `state` is the shape of one layer's state.
+    The function returns an error message, or None if the operation is valid.
+
+    fits(shapes, state): returns whether the shapes match. `shapes` has the shapes of the operands,
+        without the state and positions, followed by the shape of the result. `state` is the shape
+        of the state of one layer.
     """
 
     def rule(op: Op) -> str | None:

@@ -27,10 +27,10 @@ from castiron.emitter.types import F32, I32, TensorType
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """The gated activation of gpt-oss.
+    """The gated activation of gpt-oss, a function of the projections gate and up.
 
-    For gate and up, the result is (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g), where g
-    = min(gate, limit).
+    The result is (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g), with g = min(gate,
+    limit).
     """
 
     alpha: float
@@ -48,8 +48,8 @@ def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0
 def positions(step: Step) -> Value:
     """Return the position of each token in its sequence, i32 [T].
 
-    Positions outside the context are clamped to it: those of padding after its end, and in a batch
-    the negative position of a sequence without a token.
+    Positions are clamped to 0 .. context - 1. Padding may be after the end of the context. In a
+    batch, a sequence without a token has a negative position.
     """
     shape = step.tokens.shape
     if step.mode == "batch":
@@ -73,10 +73,10 @@ def linear(step: Step, x: Value, name: str, out_features: int, bias: bool = Fals
 
 
 def _reordered(step: Step, x: Value, weight: str) -> Value:
-    """Permute the features of x [T, in] to the column order of the weight named `weight`.
+    """Permute the features of x [T, in] as a GPTQ checkpoint permutes the columns of a weight.
 
-    GPTQ checkpoints with desc_act store a weight's columns in another order. For other weights,
-    return x itself.
+    Checkpoints with desc_act store the columns of some weights in another order. If the weight
+    named `weight` has no such order, return x itself.
     """
     if (order := step.module.orders.get(weight)) is None:
         return x
@@ -93,9 +93,11 @@ def linear_parts(
 ) -> tuple[Value, ...]:
     """Apply a fused `torch.nn.Linear`, such as one for q, k and v; return one tensor for each part.
 
-    parts: by name, the number of rows of each part, in the order of the fused weight. A part of n
-    rows gives a tensor [T, n]. groups: number of groups of rows in the fused weight. The rows of
-    every part are divided equally among the groups: with 2 groups, the order is q0, k0, q1, k1.
+    parts: from the name of each part to its number of rows in the fused weight. A part of n rows
+        gives a tensor [T, n].
+    groups: 1 if the parts follow one another. With more groups, each part is cut into `groups`
+        equal pieces, which alternate: for parts q and k and 2 groups, rows are in the order q0, k0,
+        q1, k1.
     """
     path, total = current_path(), sum(parts.values())
 
@@ -116,7 +118,7 @@ def linear_parts(
 
 
 def values(step: Step, name: str, shape: tuple[int, ...]) -> Value:
-    """Return the checkpoint tensor `<module path>.<name>` as f32, for use in StableHLO."""
+    """Return the checkpoint tensor `<module path>.<name>` as f32, for StableHLO operations."""
     weight = step.weight(name, shape)
     return build(LAYERS, "values", (weight,), (weight.type,))[0]
 
@@ -124,9 +126,9 @@ def values(step: Step, name: str, shape: tuple[int, ...]) -> Value:
 def rms_norm(step: Step, x: Value, name: str | None, eps: float, transform=None, groups: int = 1) -> Value:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467).
 
-    name: name of the weight; None for no weight. transform: a function applied to the weight at
-    compile time. groups: the number of equal parts of a row [features] that are normalised
-    separately.
+    name: name of the norm's module, or None for a norm without a weight.
+    transform: a function that is applied to the weight at compile time.
+    groups: number of equal parts of a row [features] that are normalised separately.
     """
     if name is None:
         ones = step.table(f"ones.{x.shape[-1]}", x.shape[-1:], lambda: np.ones(x.shape[-1:], np.float32))
@@ -154,9 +156,9 @@ def layer_norm(step: Step, x: Value, name: str, eps: float, bias: bool = True) -
 
 
 def head_norms(step: Step, x: Value, name: str, eps: float) -> Value:
-    """Apply a LayerNorm to each head of x [T, heads, head_dim].
+    """Apply a LayerNorm without a bias to each head of x [T, heads, head_dim].
 
-    Each head has a separate weight, in the module `<name>.norms.<head>`.
+    Each head has its own weight [head_dim], in the module `<name>.norms.<head>`.
     """
     with scope(name):
         weight = step.stack("weight", [f"norms.{head}.weight" for head in range(x.shape[1])], x.shape[2:])
@@ -166,10 +168,11 @@ def head_norms(step: Step, x: Value, name: str, eps: float) -> Value:
 def rotary_tables(
     step: Step, rotary: Rotary, name: str = "rotary", growth: Callable[[np.ndarray], np.ndarray] | None = None
 ) -> tuple[Value, Value]:
-    """Return the tables cos and sin for `rope`, each f32 [context, rotary_dim / 2].
+    """Return the tables (cos, sin) for `rope`, each f32 [context, rotary_dim / 2].
 
-    name: prefix of the names of both tables. growth: maps positions [context] to factors f32
-    [context], by which the rows of both tables are multiplied.
+    name: prefix of the names of both tables.
+    growth: maps positions [context] to factors f32 [context]; row p of both tables is multiplied by
+        factor p.
     """
     shape = (step.context, rotary.inv_freq.size)
 
@@ -183,11 +186,11 @@ def rotary_tables(
 
 
 def rope(step: Step, x: Value, tables: tuple[Value, Value], interleaved: bool = False) -> Value:
-    """Rotate heads [T, heads, head_dim] by their positions (rotary embedding, arXiv:2104.09864).
+    """Rotate heads x [T, heads, head_dim] by their positions (rotary embedding, arXiv:2104.09864).
 
-    tables: cos and sin, [context, rotary_dim / 2]. Only the first rotary_dim features of a head are
-    rotated. Feature i forms a pair with feature i + rotary_dim / 2, as in HF's `rotate_half`. If
-    `interleaved`, features 2 i and 2 i + 1 form a pair.
+    tables: cos and sin, each [context, rotary_dim / 2].
+    Only the first rotary_dim features of a head are rotated, in pairs: features i and i +
+    rotary_dim / 2, as in HF's `rotate_half`, or features 2 i and 2 i + 1 if `interleaved`.
     """
     cos, sin = tables
     if cos.shape[0] < step.context:
@@ -230,12 +233,13 @@ def attention(
     the cache's storage format before any query reads them. All other values are f32.
 
     layer: index of the layer in the model.
+    scale: factor of the scores q . k.
     window: a query at position p attends to positions j with p - window < j <= p.
     softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118).
     sinks: [heads], an extra score in the softmax of each head (gpt-oss, arXiv:2508.10925).
-    bidirectional: a query attends to all j with |p - j| < window. Only encoders, which take a
-        complete text at a time, may use this. All their layers share the KV cache of one layer,
-        because each layer overwrites it.
+    bidirectional: for encoders only, which take a complete text in one call. A query attends to all
+        positions, or with a window to positions j with |p - j| < window. The layers overwrite one
+        KV cache in turn.
     """
     cache, layer = step.cache_of(0 if bidirectional else layer)
     k_cache, v_cache = (step.states[name] for name in cache)
@@ -263,14 +267,16 @@ def route(
     groups: tuple[int, int] = (1, 1),
     rated: int = 2,
 ) -> tuple[Value, Value]:
-    """Choose each token's experts: indices i32 [T, top_k] and weights f32 [T, top_k].
+    """Choose the experts of each token: return indices i32 [T, top_k] and weights f32 [T, top_k].
 
     logits: [T, experts]. scores: "softmax" over all experts, or "sigmoid" of each logit.
-    normalised: whether to divide the chosen weights by their sum. correction: [experts], added to
-    the scores when experts are chosen, but not to the weights (arXiv:2408.15664). groups: (n, m):
-    the experts form n equal groups, and a token uses experts of its m best groups only. rated: how
-    many of a group's best scores are added up to rank the groups (1 in arXiv:2405.04434, 2 in
-    arXiv:2412.19437). On a tie the lower index comes first.
+    normalised: whether to divide the weights of a token by their sum.
+    correction: [experts], added to the scores only to choose experts (arXiv:2408.15664).
+    groups: (n, m): the experts form n equal groups; a token uses experts of its best m groups only.
+    rated: a group is ranked by the sum of its `rated` best scores (1 in arXiv:2405.04434, 2 in
+        arXiv:2412.19437).
+
+    On a tie the lower index comes first.
     """
     tokens, experts = logits.shape
     operands = (logits,) if correction is None else (logits, correction)
@@ -292,10 +298,12 @@ def experts(
 ) -> Value:
     """Return the sum over chosen experts of weight * down(function(gate(x)) * up(x)): [T, hidden].
 
-    routing: the result of `route`. count: the number of experts. intermediate: width of an expert's
-    hidden layer. names: the names of gate, up and down. Two names mean that there is no gate: an
-    expert is then down(function(up(x))). Expert e has the weights `<e>.<name>.weight` and, if
-    `bias`, `<e>.<name>.bias`. Only chosen experts are computed.
+    routing: the result of `route`. Only the experts that it chooses for a token are computed.
+    count: number of experts. intermediate: width of the hidden layer of an expert.
+    function: the activation. A `ClampedSwiGLU` computes all of function(gate(x)) * up(x).
+    names: names of gate, up and down. Two names are those of up and down: an expert is then
+        down(function(up(x))). Expert e has the weights `<e>.<name>.weight`.
+    bias: whether expert e also has `<e>.<name>.bias`.
     """
     hidden = x.shape[1]
     shapes = (*[(intermediate, hidden)] * (len(names) - 1), (hidden, intermediate))
@@ -313,11 +321,11 @@ def experts(
 
 
 def _orders_of_experts(step: Step, names: tuple[str, ...], count: int, features: int) -> Value | None:
-    """Return the column order (GPTQ's desc_act) of all experts' weights, or None.
+    """Return the column orders of all experts' weights, f32 [count, features], or None.
 
-    The order is f32 [count, features]: element [e, i] is the feature of the input that column i of
-    expert e's weights multiplies. names: the projections with this input, such as gate and up.
-    Return None unless each expert has an order, which all of its projections share.
+    GPTQ checkpoints with desc_act store the columns of a weight in another order. Element [e, i] is
+    the index of the input feature that column i of expert e's weights multiplies. Return None
+    unless every expert has such an order, the same for all of its projections `names`.
     """
     path, module = current_path(), step.module
     weights = [[f"{path}.{e}.{name}.weight" for name in names] for e in range(count)]
@@ -352,7 +360,7 @@ def softcapped(x: Value, cap: float | None) -> Value:
 
 
 def last_row(step: Step, x: Value) -> Value:
-    """Return the row [1, ...] of x [T, ...] that belongs to the last token that is not padding."""
+    """Return the row [1, ...] of x [T, ...] for the last token that is not padding."""
     if step.length is None:
         row = ops.constant(step.tokens.shape[0] - 1, I32, ())
     else:
@@ -362,18 +370,19 @@ def last_row(step: Step, x: Value) -> Value:
 
 
 def wanted_rows(step: Step, x: Value) -> Value:
-    """Return the rows of the hidden states x [T, hidden] from which logits are computed.
+    """Return the rows of x [T, hidden], the hidden states, from which logits are computed.
 
-    In prefill this is the row [1, hidden] of the last token that is not padding. Otherwise it is x.
+    Prefill needs the logits of the last token only, so the result is the row [1, hidden] of the
+    last token that is not padding. In other functions the result is x.
     """
     every = ROLES[step.role].every_token or x.shape[0] == 1
     return x if every else last_row(step, x)
 
 
 def lm_head(step: Step, x: Value, vocab: int, tied: bool, embedding: str = "model.embed_tokens") -> Value:
-    """Return the logits [rows, vocab] of x [rows, hidden]; store x in `step.hidden` for embeddings.
+    """Return the logits [rows, vocab] of x [rows, hidden]; also store x in `step.hidden`.
 
-    tied: whether the head uses the weight of the module `embedding` instead of a separate weight.
+    tied: whether to use the weight of the module `embedding` instead of that of `lm_head`.
     """
     step.hidden = x
     if tied:
@@ -382,7 +391,7 @@ def lm_head(step: Step, x: Value, vocab: int, tied: bool, embedding: str = "mode
 
 
 def argmax(logits: Value) -> Value:
-    """Return the index of the largest logit of each row of [T, vocab], i32 [T].
+    """Return the index of the largest logit in each row of `logits` [T, vocab], as i32 [T].
 
     On a tie it is the lowest index.
     """

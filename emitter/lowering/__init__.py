@@ -1,7 +1,7 @@
-"""Lower the layer operations of a module.
+"""Lower a model: replace its layer operations, such as `linear`, by StableHLO or kernel calls.
 
-The lowering "portable" uses StableHLO, "kernels" uses kernels for CPUs, and "gpu" uses kernels for
-GPUs.
+The lowering "kernels" uses kernels for CPUs, "gpu" uses kernels for GPUs, and "portable" uses
+StableHLO only.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ def lower(
 
     lowering: "kernels" for CPUs, "gpu" for GPUs, or "portable" for StableHLO only.
     isa: name of the CPU's vector instruction set, such as "avx2".
-    threads: number of threads for which tiles are chosen.
+    threads: number of threads for which tile sizes are chosen.
     tiles(matmul): returns the tile sizes of a matmul kernel, or None for the default.
-    numerics: "exact" keeps activations in f32; isa, threads and tiles change results by rounding
-        only. "canonical" also fixes the order of additions, so that results have the same bits for
-        every isa, threads, tiles and number of tokens in a call. "fast" rounds activations, and
-        perhaps weights, to int8 or bf16 in calls with several tokens, where that is faster.
-        "draft" does so in calls with one token too.
+    numerics: "exact" keeps activations in f32; results for different isa, threads and tiles differ
+        only by rounding errors. "canonical" also fixes the order of additions, so that results have
+        the same bits for every isa, threads, tiles and number of tokens in a call. "fast" rounds
+        activations, and perhaps weights, to int8 or bf16 in calls with several tokens, where that
+        is faster. "draft" does so in calls with one token too.
 
-    Raise EmitError if lowering, isa or numerics is unknown, or if the lowering lacks the numerics.
+    Raise EmitError if lowering, isa or numerics is unknown, or if this lowering does not support
+    these numerics.
     """
     for what, value, known in (
         ("lowering", lowering, LOWERINGS),

@@ -1,9 +1,11 @@
-"""Rewrite operations between kernels so that every compiler gives the same bits.
+"""Rewrite operations outside kernels so that every compiler gives the same bits.
 
-This is the part of `--numerics canonical` outside kernels. A compiler may fuse a multiplication and
-an addition into an fma. To prevent this, the rules insert a minimum and a maximum after each
-multiplication; both leave finite numbers unchanged. A compiler may also add the elements of a row
-in any order. So the rules replace each sum by repeated additions of the two halves of the row.
+This is a part of `--numerics canonical`. Compilers may change results in two ways:
+
+- They fuse a multiplication and an addition into an fma. To prevent this, each multiplication is
+  followed by a minimum and a maximum, which leave finite numbers unchanged.
+- They add the elements of a row in any order. So each sum becomes repeated additions of the two
+  halves of the row.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from castiron.emitter.types import F32, LARGEST, EmitError
 
 
 def multiply(op: Op, a: Value, b: Value) -> Value:
-    """Return a * b in a form that compilers do not fuse with an addition.
+    """Return a * b in a form that compilers do not fuse with an addition; `op` is not used.
 
     An infinite f32 result becomes the largest finite f32 with the same sign.
     """
@@ -29,10 +31,11 @@ def multiply(op: Op, a: Value, b: Value) -> Value:
 
 
 def reduce(op: Op, x: Value, init: Value) -> Value:
-    """Return the reduction of x; a sum is computed in an order that no compiler changes.
+    """Apply the reduction `op` to x; compute sums in an order that no compiler changes.
 
-    The code adds the two halves of a dimension until one element is left. Maxima, and sums without
-    rounding errors, are the same in every order, so these reductions stay as they are.
+    To sum over a dimension, the code adds the second half to the first half, repeatedly, until one
+    element is left. Maxima, and sums without rounding errors, are the same in every order, so these
+    reductions stay as they are. `init` is not used.
     """
     if op.attrs["reducer"] != "add" or op.attrs["exact"]:
         return ops.reduce(op.attrs["reducer"], x, op.attrs["dims"], op.attrs["exact"])
@@ -66,7 +69,7 @@ RULES: Mapping[str, Rule] = {"multiply": multiply, "reduce": reduce, "dot_genera
 def canonical(module: Module) -> Module:
     """Return a copy of a lowered module whose results have the same bits with every compiler.
 
-    Raises EmitError for a matmul that is not a kernel.
+    Raises EmitError if a matmul was not lowered to a kernel.
     """
     found = Module(module.name)
     found.params = module.params

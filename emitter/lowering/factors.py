@@ -1,7 +1,7 @@
 """Move constant factors from the input of linear layers to the result: W (c x) becomes c (W x).
 
-Linear layers that scale x by different factors then have the same input x. So they can become one
-matmul, and this matmul can also compute an RMS norm that gives x.
+Linear layers whose inputs are x times different constants then have the same input x, so they can
+become one matmul. If x is the result of an RMS norm, this matmul can compute the norm too.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from castiron.emitter.ir import Graph, Op, Value, users
 
 
 def with_factors_after(function: Graph) -> Graph:
-    """Return a copy of a function in which c (W x) replaces W (c x), for each constant number c.
+    """Return a copy of a function in which c (W x) replaces W (c x).
 
-    Linear layers with a bias stay as they are.
+    Here W is a linear layer without a bias, and c is any constant number.
     """
     producer = {value: op for op in function.ops for value in op.results}
     uses, readers = users(function), dict[Value, list[Op]]()
@@ -23,7 +23,10 @@ def with_factors_after(function: Graph) -> Graph:
             readers.setdefault(value, []).append(op)
 
     def factor_of(linear: Op) -> Op | None:
-        """Return the operation of the constant c if `linear` is W (c x) and can become c (W x)."""
+        """Return the operation that defines the constant c if `linear` is W (c x), otherwise None.
+
+        Also return None if c (W x) cannot replace it, for example because of a bias.
+        """
         scaled = producer.get(linear.operands[0])
         if scaled is None or scaled.kind != "multiply":
             return None

@@ -27,7 +27,7 @@ The new operations, with their operands (optional ones in parentheses) and attri
       residual          whether there is a residual
       glu               activation of a GLU of two weights, or None
     fused_attention(rows ..., prepared ..., k_cache, v_cache, start, (length), (sinks))
-      rows              the number of operands `rows`, 1 to 3; they are the columns of q, k and v
+      rows              the number of operands `rows`, 1 to 3; together their columns are q, k and v
       layout            the `HeadLayout`: numbers of heads, their norms and rotation
       prepared          the names of the norm weights and rotary tables, such as "cos"
       the attributes of attention
@@ -61,12 +61,12 @@ INLINE_LIMIT = 1024
 
 @dataclass
 class _Heads:
-    """The inputs of a future `fused_attention`.
+    """The inputs of a `fused_attention` that is not built yet.
 
-    sources: where q, k and v come from. A source is a value, or a list of linear operations that
-        become one matmul.
+    sources: where q, k and v come from: values, or lists of linear operations. Each list becomes
+        one matmul.
     layout: the numbers of heads, and how they are normalised and rotated.
-    reordered: the operations of weights whose rows were reordered for the rotary embedding.
+    reordered: new weight operations, with rows reordered for the rotary embedding.
     prepared: norm weights and rotary tables, by name, such as "q_norm" and "cos".
     """
 
@@ -77,7 +77,7 @@ class _Heads:
 
 
 class _Uses:
-    """Which operations compute and use each value of a function, and the fusions found so far."""
+    """The producer and readers of each value of a function, and the fusions found so far."""
 
     def __init__(self, function: Graph) -> None:
         self.producer = {value: op for op in function.ops for value in op.results}
@@ -93,16 +93,16 @@ class _Uses:
         self.norms: dict[Value, Op] = {}
 
     def only(self, value: Value, kind: str) -> Op | None:
-        """Return the operation of kind `kind` that computes `value`, if `value` has one use."""
+        """Return the producer of `value` if its kind is `kind` and it has one use, else None."""
         op = self.producer.get(value)
         return op if op is not None and op.kind == kind and self.uses[value] == 1 else None
 
 
 def fuse(function: Graph, norm_limit: int, norm_tokens: int = 1, gpu: bool = False) -> Graph:
-    """Return a copy of a function in which all patterns of this module are fused.
+    """Return a copy of a function in which one operation replaces each pattern of this module.
 
-    norm_limit, norm_tokens: the max numbers of features and of tokens of an RMS norm that becomes a
-    part of a matmul. gpu: whether to fuse the patterns for GPUs too.
+    norm_limit, norm_tokens: an RMS norm with at most so many features and tokens may become a part
+    of a matmul. gpu: whether to fuse the patterns for GPUs too.
     """
     if gpu:
         function = with_own_heads(with_factors_after(function))
@@ -142,9 +142,9 @@ def fuse(function: Graph, norm_limit: int, norm_tokens: int = 1, gpu: bool = Fal
 def _matmul(
     graph: _Uses, linears: list[Op], result: Value, path: str, residual: Value | None = None, glu: str | None = None
 ) -> Op:
-    """Return one matmul for linear operations with the same input and codec.
+    """Return one `matmul` operation for linear operations with the same input and codec.
 
-    glu: the activation, if the linear operations are gate and up of a GLU.
+    residual: a value to add to `result`. glu: the activation if `linears` are gate and up of a GLU.
     """
     x = linears[0].operands[0]
     norm = graph.norms.get(x)
@@ -166,7 +166,7 @@ def _matmul(
 
 
 def _fused_attention(graph: _Uses, op: Op, heads: _Heads) -> list[Op]:
-    """Return what replaces the attention `op`: matmuls for q, k and v, and a `fused_attention`."""
+    """Return the operations that replace the attention `op`: matmuls and a `fused_attention`."""
     made, rows = list(heads.reordered), []
     tokens = op.operands[0].shape[0]
     for source in heads.sources:
@@ -221,7 +221,7 @@ def _heads(graph: _Uses, op: Op, gpu: bool) -> _Heads:
 
 
 def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
-    """Return copies of the weights of `linear` in which rotary pairs of rows are not interleaved.
+    """Return copies of the weight and bias of `linear`, with the rows of each head reordered.
 
     Rows 2 i and 2 i + 1 of a head become i and i + rotary_dim / 2. order: (heads, rotary_dim).
     """
@@ -238,10 +238,10 @@ def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
 
 
 def _chain(graph: _Uses, value: Value) -> list[Op]:
-    """Return the operations between a projection and `value` (q or k of attention), last one first.
+    """Return the operations between a projection and `value`, which is q or k of attention.
 
-    They are at most a rope, a reshape to heads, and an RMS norm, which is after the reshape (of
-    each head) or before it (of the complete row).
+    From the last to the first, they are at most: a rope, an RMS norm of each head, a reshape to
+    heads, and an RMS norm of the complete row. There is only one of the two norms.
     """
     chain: list[Op] = []
     for kind in ("rope", "rms_norm", "reshape", "rms_norm"):
@@ -260,10 +260,10 @@ def _alike(q: Op, k: Op) -> bool:
 
 
 def _stacks(graph: _Uses, values: list[Value]) -> list[Value | list[Op]]:
-    """Group linear operations that compute `values` (q, k and v) by the matmul they will become.
+    """Group the linear operations that compute `values` (q, k and v): each list becomes one matmul.
 
-    Consecutive linear operations with the same input and codec become a list. A value that no
-    linear operation computes stays as it is.
+    Consecutive linear operations with the same input and codec form a list. A value that no linear
+    operation computes stays as it is.
     """
     sources: list[Value | list[Op]] = []
     for value in values:
@@ -289,10 +289,10 @@ def _codec(graph: _Uses, linear: Op) -> str:
 
 
 def _glu(graph: _Uses, op: Op, siblings_first: bool) -> None:
-    """If the multiplication `op` is act(gate) * up of a GLU, replace it by one matmul.
+    """Replace the multiplication `op` by one matmul if it is act(gate) * up of a GLU.
 
-    siblings_first: whether to skip a GLU whose input other linear layers use too, because
-    `_siblings` makes one matmul of all of them.
+    siblings_first: whether to skip this if more linear layers have the same input and codec:
+    `_siblings` then makes one matmul of all of them.
     """
     for a, b in (op.operands, op.operands[::-1]):
         act, up = graph.only(a, "activation"), graph.only(b, "linear")
@@ -343,7 +343,7 @@ def _norm(graph: _Uses, op: Op, limit: int, tokens: int, kinds: tuple[str, ...])
 
 
 def _inline_norm(graph: _Uses, op: Op) -> None:
-    """Mark an RMS norm of one short row before the reshape `op`, so that it becomes StableHLO."""
+    """If the reshape `op` reads an RMS norm of one short row, mark the norm for StableHLO."""
     norm = graph.only(op.operands[0], "rms_norm")
     tokens, features = op.operands[0].shape if op.operands[0].type.rank == 2 else (1, INLINE_LIMIT + 1)
     if norm and norm not in graph.absorbed and tokens == 1 and features <= INLINE_LIMIT:
@@ -371,7 +371,7 @@ def _gated_norm(graph: _Uses, op: Op) -> None:
 
 
 def _siblings(graph: _Uses, function: Graph) -> None:
-    """Turn the remaining linear operations into matmuls: one for each input and codec."""
+    """Replace the remaining linear operations by matmuls: one for each input and codec."""
     groups: dict[tuple, list[Op]] = {}
     for op in function.ops:
         if op.kind == "linear" and op not in graph.absorbed:
@@ -390,7 +390,7 @@ def _common(paths: list[str]) -> str:
 
 
 def _stack(graph: _Uses, linears: list[Op]) -> list[Op]:
-    """Return one matmul for `linears`, which have the same input, and slices of its result."""
+    """Return operations that replace `linears` (with the same input): a matmul and slices of it."""
     tokens, path = linears[0].results[0].shape[0], _common([op.path for op in linears])
     ends = np.cumsum([op.results[0].shape[1] for op in linears]).tolist()
     row = Value(TensorType((tokens, ends[-1]), F32))

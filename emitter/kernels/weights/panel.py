@@ -1,9 +1,11 @@
-"""Panels for GEMMs: parts of a packed weight that are decoded to a buffer on the stack.
+"""Panels for GEMMs: buffers on the stack with a decoded part of a packed weight, transposed.
 
-A panel is a transposed part of the weight [out, in], so that a row of the panel is one element of
-in_features. It has `depth` rows. Its columns are the rows of a few 16-row blocks of the weight. A
-panel of codes also has a scale and a minimum for each codec group (elements that share a scale). A
-bf16 panel has the block layout of `mlir.matrix`.
+The weight is [out, in]. A panel has `depth` consecutive elements of each row in a few blocks of 16
+rows. Each row of the weight is a column of the panel.
+
+The classes differ in what a panel stores: f32 weights, codes as f32 or int8, or bf16. A panel of
+codes also has a scale and a minimum for each codec group (the elements of a row that share a
+scale). A bf16 panel has the block layout of `mlir.matrix`.
 """
 
 from castiron.emitter.codec import Codec
@@ -21,20 +23,24 @@ EXACT_COUNTS = {"bf16": 1, "f16": 2, "f32": 3}
 
 
 def units(codec_name: str) -> int:
-    """Return the size of a unit, the elements of in_features that are decoded at a time.
+    """Return the number of consecutive elements of a row that are decoded together, called a unit.
 
-    A unit is a codec group, or a record of a float codec.
+    In a quantised format, these are the elements that share a scale. In a float format, they are
+    the elements of a row that one record of the packed weight has: 2 for bf16, 1 for f16 and f32.
     """
     codec = codec_of(codec_name)
     return codec.group if codec.quantised else layout(codec).elements
 
 
 class Decoded:
-    """The weights of one unit of a 16-row block, decoded to f32 when a method asks for them.
+    """A writer of code that decodes a few elements of 16 rows of a packed weight to f32.
 
-    A unit is a codec group (elements of a row that share a scale), or a record of a float codec.
-    The code that decodes a scale is emitted only once. block: index of the 16-row block in the
-    weight. unit: index of the unit in a row.
+    These elements of a row are called a unit. In a quantised format, they are the consecutive
+    elements that share a scale. Otherwise a unit is one element, or two for bf16. The code that
+    decodes a scale is emitted only once.
+
+    block: index of the block of 16 rows in the weight.
+    unit: index of the unit in each row.
     """
 
     def __init__(self, records: Records, block: Index, unit: Index):
@@ -49,9 +55,10 @@ class Decoded:
             self.at = unit, 0
 
     def weight(self, k: int, v: int) -> Ssa:
-        """Return element `k` of the unit, for rows v * lanes .. (v + 1) * lanes - 1 of the 16 rows.
+        """Emit code that decodes one element of `lanes` neighbouring rows; return f32 [lanes].
 
-        The result is one f32 vector [lanes].
+        k: index of the element in the unit, the few elements of each row that this object decodes.
+        v: selects rows v * lanes .. (v + 1) * lanes - 1 of the 16 rows that this object decodes.
         """
         b, records = self.records.b, self.records
         if not records.codec.quantised:
@@ -70,16 +77,23 @@ class Decoded:
 
 
 def decoded(records: Records, block: Index, unit: Index) -> list[list[Ssa]]:
-    """Return all weights of one unit (see `Decoded`) as f32 vectors [vectors of rows][elements]."""
+    """Emit code that decodes one unit of 16 rows to f32; return its weights as a nested list.
+
+    Entry [v][k] is `Decoded.weight(k, v)`: a vector f32 [lanes] with element k of the unit, for
+    `lanes` of the 16 rows. `Decoded` explains `block` and `unit`.
+    """
     weights = Decoded(records, block, unit)
     return [[weights.weight(k, v) for k in range(units(records.codec.name))] for v in range(records.vectors)]
 
 
 class BasePanel:
-    """A base class of panels, the buffers for a part of the weight: [depth, 16 * row_blocks].
+    """A base class of panels: buffers on the stack with a decoded part of a weight [out, in].
 
-    A subclass has a method `fill(first_block, k, depth)`, which emits the code that decodes
-    elements k .. k + depth - 1 of `row_blocks` 16-row blocks, from `first_block` on.
+    A panel is [depth, 16 * row_blocks]: `depth` elements of in_features, for the rows of
+    `row_blocks` blocks of 16 rows of the weight.
+
+    A subclass has a method `fill(first_block, k, depth)`. It emits code that decodes elements k ..
+    k + depth - 1 of these rows into the panel. first_block: index of the first block of 16 rows.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
@@ -88,12 +102,14 @@ class BasePanel:
         self.allocate(depth, LANES * row_blocks)
 
     def allocate(self, depth: int, columns: int) -> None:
-        """Allocate the buffers of the panel on the stack."""
+        """Allocate the buffers of a panel with `depth` rows and `columns` columns on the stack."""
 
     def prefetch(self, first_block: Index, k: Index, depth: int, part: Index, parts: int) -> None:
-        """Emit prefetches into L2 of one of `parts` equal parts of the bytes that `fill` reads.
+        """Emit prefetches into L2 of a part of the packed weight that `fill` will read.
 
-        The other arguments are those of `fill`.
+        first_block, k, depth: the arguments of this later call of `fill`.
+        part, parts: the bytes that `fill` reads are divided into `parts` equal parts, and `part` is
+            the index of the part to prefetch.
         """
         b, record = self.b, self.records.layout
         start, nbytes = b.mul(b.div(k, record.elements), record.size), -(-depth // record.elements) * record.size
@@ -124,7 +140,7 @@ class BasePanel:
 
 
 class Panel(BasePanel):
-    """A panel of weights as f32: `values` [depth, columns]."""
+    """A panel with weights as f32, in the buffer `values` [depth, columns]; see `BasePanel`."""
 
     def allocate(self, depth: int, columns: int) -> None:
         self.values = self.b.stack(depth, columns)
@@ -141,9 +157,11 @@ class Panel(BasePanel):
 
 
 class CodePanel(BasePanel):
-    """A panel of stored codes as f32 [depth, columns], with a scale and a minimum for each group.
+    """A panel (see `BasePanel`) with the stored codes of quantised weights, and their scales.
 
-    `scales` and `minima`, f32 [groups, columns], are d * scale and m * minimum of `codec.Parts`.
+    codes: f32 [depth, columns], the codes as stored, so `Codec.offset` is not yet subtracted.
+    scales, minima: f32 [groups, columns], one for each codec group (the elements of a row that
+        share a scale). They are d * scale and m * minimum in the formula of `codec.Parts`.
     """
 
     def allocate(self, depth: int, columns: int) -> None:
@@ -165,10 +183,11 @@ class CodePanel(BasePanel):
 
 
 class Int8Panel(BasePanel):
-    """A panel of stored codes as int8, four in each i32 of `codes` [depth / 4, columns].
+    """A panel (see `BasePanel`) with the stored codes of quantised weights as int8.
 
-    `scales` and `bases` are f32 [groups, columns], for each codec group (elements that share a
-    scale). `Int8Codes.scale_and_base` has the formula of a weight.
+    codes: i32 [depth / 4, columns]; each i32 has four codes of one row of the weight.
+    scales, bases: f32 [groups, columns], one for each codec group (the elements of a row that share
+        a scale). `Int8Codes.scale_and_base` has the formula that computes a weight from them.
     """
 
     def allocate(self, depth: int, columns: int) -> None:
@@ -190,15 +209,20 @@ class Int8Panel(BasePanel):
                     b.vstore(arranged, self.codes, b.add(b.mul(g.index, group // 4), each), column)
 
     def quads(self, q: Index, column: Index, count: int) -> list[Ssa]:
-        """Load one vector from each of the rows q .. q + count - 1 of `codes`; it begins at `column`."""
+        """Load `count` vectors i32 [lanes] from the buffer `codes`, where each i32 has four codes.
+
+        The vectors are in rows q .. q + count - 1 of the buffer, and each begins at column
+        `column`.
+        """
         return [self.b.vload(self.codes, self.lanes, self.b.add(q, i), column) for i in range(count)]
 
 
 class Bf16Panel(BasePanel):
-    """A panel of weights rounded to bf16.
+    """A panel (see `BasePanel`) with weights rounded to bf16.
 
-    `words`: i32 [count, depth / 32, row blocks, 16 pairs, 16 columns]. A pair is two neighbouring
-    elements of in_features. `count` is the number of bf16 whose sum is one weight, here 1.
+    words: i32 [count, depth / 32, row blocks, 16 pairs, 16 columns]. An i32 has a pair: the bf16 of
+        two neighbouring elements of in_features.
+    count: 1 in this class. Subclasses may store a weight as a sum of `count` bf16.
     """
 
     count = 1
@@ -249,7 +273,10 @@ class Bf16Panel(BasePanel):
 
 
 class Bf16SplitPanel(Bf16Panel):
-    """A panel of float weights, each split into `count` bf16 whose sum is exactly the weight."""
+    """A panel with float weights, each stored as `count` bf16 whose sum is exactly the weight.
+
+    The buffer is described in `Bf16Panel`. The count is 1 for bf16, 2 for f16 and 3 for f32.
+    """
 
     def allocate(self, depth: int, columns: int) -> None:
         self.count = EXACT_COUNTS[self.codec.name]
@@ -257,20 +284,23 @@ class Bf16SplitPanel(Bf16Panel):
 
 
 class Bf16BlockPanel(Bf16Panel):
-    """A panel of weights divided by the scale d of their codec block, as bf16.
+    """A panel (see `BasePanel`) with quantised weights divided by the scale d of their codec block.
 
-    An element is (scale of its codec group) * code. Each is split exactly into `count` bf16.
-    `scales`: f32 [blocks, columns], the scale d of each codec block, by which the GEMM multiplies
-    its sums. A panel may be part of a block.
+    A weight is d * scale * code, with one d for each codec block and one scale for each group in
+    it. An element of the panel is code * (scale of its group). It is stored as `count` bf16 (1 or
+    2) whose sum is exactly this value. `Bf16Panel` describes the buffer.
+
+    scales: f32 [blocks, columns], the d of each codec block. The GEMM multiplies the sum over a
+        block by it. If a panel has only a part of a block, this is the sum over this part.
     """
 
     minima = None
 
     @staticmethod
     def fits(codec: Codec) -> bool:
-        """Return whether this panel is faster than `Bf16CodePanel` for GEMMs of a codec.
+        """Return whether GEMMs of a codec are faster with this panel than with `Bf16CodePanel`.
 
-        It is faster where it takes fewer products and additions.
+        The panel with fewer multiplications and additions in the GEMM is taken to be faster.
         """
         return codec.block > codec.group and not codec.minimum and (codec.group < DEPTH or layout(codec).scales is None)
 
@@ -304,10 +334,12 @@ class Bf16BlockPanel(Bf16Panel):
 
 
 class Bf16CodePanel(BasePanel):
-    """A panel of codes, converted exactly to bf16, with a scale and a minimum for each codec group.
+    """A panel (see `BasePanel`) with the codes of quantised weights, converted exactly to bf16.
 
-    `scales` and `minima` are f32 [groups, columns]. Each codec group takes 32 rows of the panel.
-    For a group of 16 elements, 16 of these rows are zero.
+    words: i32 [1, groups, row blocks, 16 pairs, 16 columns], as in `Bf16Panel`. Each codec group
+        (the elements of a row that share a scale) takes 32 rows of the panel. For a group of 16
+        elements, the other 16 rows are zero.
+    scales, minima: f32 [groups, columns]. A weight is scale * code + minimum.
     """
 
     count = 1

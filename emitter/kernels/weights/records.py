@@ -1,12 +1,7 @@
-"""Emit MLIR that reads packed weights (`weights.packing`): codes as f32 or int8, scales, minima.
+"""Emit MLIR that reads packed weights: codes as f32 or int8, scales and minima.
 
-Arguments of the methods:
-
-block: index of a 16-row block of the weight.
-record: index of a record in the block; it has one codec block of each of the 16 rows.
-group: index of a codec group in the record.
-k: index of an element in the group.
-v: index of a vector of rows; vector v has rows v * lanes .. (v + 1) * lanes - 1 of the block.
+`weights.packing` describes the format of packed weights. `Records` describes the arguments that
+most methods have.
 """
 
 from __future__ import annotations
@@ -33,8 +28,9 @@ _FLOATS = {"<f4": ("f32", 32), "<f2": ("f16", 16), "<u2": ("bf16", 16)}
 def code_factors(codec: Codec) -> np.ndarray:
     """Return the factors f32 [group] that turn the results of `GroupCodes.code` into codes.
 
-    `GroupCodes.code` masks the bits of a code without shifting them down, so it returns the code
-    times a power of two. The factors are the inverses of these powers.
+    `GroupCodes.code(k, v)` masks the bits of a code without shifting them down, so it returns the
+    code times a power of two. Entry k is the inverse of this power. `group` is the number of
+    elements that share a scale.
     """
     record = layout(codec)
     if codec.e4m3:
@@ -50,8 +46,19 @@ def code_factors(codec: Codec) -> np.ndarray:
 class Records:
     """A writer of code that reads a packed weight, i8 [row blocks, records, bytes].
 
-    base: number that is added to the index of each 16-row block, such as the first block of an
-        expert.
+    A row block has 16 rows of the weight. A record has one codec block (for example, 32 codes and
+    their scale) of each of these rows; in a float format, one or two elements of each.
+
+    base: number that is added to every index of a row block, for example the index of the first
+        block of an expert.
+
+    Arguments of the methods:
+
+    block: index of a row block.
+    record: index of a record in the row block.
+    group: index of a codec group in the record. A codec group is the elements of a row that share a
+        scale.
+    v: index of a vector of rows. Vector v has rows v * lanes .. (v + 1) * lanes - 1 of the block.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, base: Index = 0):
@@ -61,10 +68,14 @@ class Records:
         self.vectors = LANES // isa.lanes
 
     def rows(self, at: tuple[Index, Index, Index], v: Index, element: str, bits: int) -> Ssa:
-        """Load one element, such as a scale or a word of codes, for each row in vector `v`.
+        """Load one number, such as a scale or a word of codes, for each of `lanes` rows.
 
-        at: (block, record, byte offset in the record of the elements of all 16 rows).
-        element, bits: MLIR type and size of an element.
+        A record stores such numbers for 16 rows, one after another. The result is a vector with
+        those of rows v * lanes .. (v + 1) * lanes - 1.
+
+        at: where the 16 numbers are: (index of the 16-row block, index of the record in it, byte
+            offset in the record).
+        element, bits: MLIR type of a number, such as "f16", and its size.
         """
         width = self.lanes * bits // 8
         block, record, offset = at
@@ -72,9 +83,13 @@ class Records:
         return data if element == "i8" else self.b.bitcast(data, self.lanes, element)
 
     def widened_rows(self, at: tuple[Index, Index, Index], v: Index) -> Ssa:
-        """Load one u16 of a record for each row in vector `v`, as i32 [lanes].
+        """Load one u16 for each of `lanes` rows; return them zero-extended, as i32 [lanes].
 
-        at: (block, record, byte offset in the record of the u16 of all 16 rows).
+        A record stores such numbers for 16 rows, one after another. The result has those of rows v
+        * lanes .. (v + 1) * lanes - 1.
+
+        at: where the 16 numbers are: (index of the 16-row block, index of the record in it, byte
+            offset in the record).
         """
         b, width = self.b, 2 * self.lanes
         data = self.rows(at, v, "i8", 16)
@@ -86,27 +101,30 @@ class Records:
         return self.b.widened(self.rows(at, v, "f16", 16))
 
     def prefetch(self, block: Index, record: Index, offset: Index, near: bool = True) -> None:
-        """Emit a prefetch of a cache line, into L1 if `near`, otherwise into L2.
+        """Emit a prefetch of one cache line of the packed weight: into L1 if `near`, else into L2.
 
-        The line is at byte `offset` of the record. It may be past the end of the weight.
+        The line is at byte `offset` of record `record` in the 16-row block `block`. It may be after
+        the end of the weight.
         """
         self.b.prefetch(self.weight, self.b.add(block, self.base), record, offset, near=near)
 
     def prefetch_later(self, blocks: Iterable[Index], step: int, record: Index, first: Index, nbytes: int) -> None:
-        """Emit prefetches of one record, or a part of it, in 16-row blocks that are read later.
+        """Emit prefetches of a part of a record, for 16-row blocks that later code reads.
 
-        For each block of `blocks`, the code prefetches from the block that is `step` blocks after
-        it: bytes first .. first + nbytes - 1 of its record `record`.
+        blocks, step: the code prefetches from block i + `step` for each index i in `blocks`.
+        record: index of the record in each of these blocks.
+        first, nbytes: bytes first .. first + nbytes - 1 of the record are prefetched.
         """
         for block in dict.fromkeys(blocks):
             for line in range(0, nbytes, CACHE_LINE):
                 self.prefetch(self.b.add(block, step), record, self.b.add(first, line))
 
     def extent(self, group: Index, count: int = 1) -> tuple[Index, int]:
-        """Return (byte offset, number of bytes) in the record of the codes of some codec groups.
+        """Return where the codes of some groups are in a record: (byte offset, number of bytes).
 
-        The groups are group .. group + count - 1. If a record has only one group, the result
-        includes the scales too, that is, the complete record.
+        A codec group is the elements of a row that share a scale. The groups are group .. group +
+        count - 1. If a record has only one group, the result is the complete record, with its
+        scales.
         """
         if self.layout.groups == 1:
             return 0, self.layout.size
@@ -138,10 +156,11 @@ class Records:
         return self.b.convert("sitofp", wide, "f32")
 
     def group_scale(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """Return the scale of a codec group for the rows of vector `v`; None means 1.
+        """Return the scale of a codec group for each row in vector `v`, f32 [lanes]; None is 1.
 
-        The result is f32 [lanes]. A weight is d * scale * code +- m * minimum, where d and m are
-        those of the codec block.
+        A weight is d * scale * code plus or minus m * minimum, where scale and minimum belong to
+        the group, and d and m to the codec block that contains it. The class describes the
+        arguments.
         """
         if self.codec.small_floats:
             b, at = self.b, (block, record, self.b.add(self.b.mul(group, LANES), self.layout.scales or 0))
@@ -151,18 +170,20 @@ class Records:
         return self._factor(self.layout.scales, self.codec.minimum == 0, block, record, group, v)
 
     def group_minimum(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """Return the minimum of a codec group for the rows of vector `v`; None means 1.
+        """Return the minimum of a codec group for each row in vector `v`, f32 [lanes]; None is 1.
 
-        The result is f32 [lanes]. A weight is d * scale * code +- m * minimum, where d and m are
-        those of the codec block.
+        A weight is d * scale * code plus or minus m * minimum, where scale and minimum belong to
+        the group, and d and m to the codec block that contains it. The class describes the
+        arguments.
         """
         return self._factor(self.layout.minima, False, block, record, group, v)
 
     def scale_and_minimum(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return (d * scale, m * minimum) of a group as f32 [lanes].
+        """Return (d * scale, m * minimum) of a codec group for the rows in vector `v`, f32 [lanes].
 
-        The second value is None if there are no minima. The dot product of the group and x is d *
-        scale * sum(x * code) + m * minimum * sum(x).
+        A weight is d * scale * code plus or minus m * minimum, where scale and minimum belong to
+        the group, and d and m to the codec block that contains it. The second value is None if the
+        codec has no minima. The class describes the arguments.
         """
         scale = self._times(self.d(block, record, v), self.group_scale(block, record, group, v))
         minimum = self.m(block, record, v)
@@ -172,9 +193,10 @@ class Records:
         return x if factor is None else self.b.mulf(x, factor)
 
     def scale_and_base(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return (scale, base) of a group, where a weight is scale * stored code + base.
+        """Return (scale, base) of a codec group for each row in vector `v`, as f32 [lanes].
 
-        A base of None is 0.
+        A weight is scale * (code as stored) + base. A base of None means 0. The class describes the
+        arguments.
         """
         b, codec = self.b, self.codec
         scale, base = self.d(block, record, v), self.m(block, record, v)
@@ -187,16 +209,18 @@ class Records:
         return scale, base
 
     def codes_at(self, group: Index) -> Index:
-        """Return the byte offset of a group's codes in the record."""
+        """Return the byte offset in a record at which the codes of codec group `group` begin."""
         return self.b.add(self.b.mul(group, self.layout.group_bytes), self.layout.codes)
 
     def group_codes(self, block: Index, record: Index, group: Index) -> GroupCodes:
         return GroupCodes(self, block, record, self.codes_at(group))
 
     def elements(self, block: Index, record: Index, v: Index) -> list[Ssa]:
-        """Load the elements of a float codec's record, for the rows of vector `v`.
+        """Load unquantised weights from a record, for each row in vector `v`; convert them to f32.
 
-        A record has one element of each row (bf16: two). Each result is f32 [lanes].
+        Return one vector f32 [lanes] for f32 and f16 weights, which have one element of each row in
+        a record. Return two vectors for bf16, with the even and the odd element. The class
+        describes the arguments.
         """
         at = (block, record, 0)
         if self.codec.name == "f32":
@@ -210,9 +234,14 @@ class Records:
 
 
 class GroupCodes:
-    """A writer of code that reads the codes of one codec group, and loads each word only once.
+    """A writer of code that reads the codes of one codec group of 16 rows of a packed weight.
 
-    offset: byte offset of the group's codes in the record.
+    A codec group is the elements of a row that share a scale. Each word of codes is loaded only
+    once.
+
+    block: index of the block of 16 rows.
+    record: index of the record in the block; a record has one codec block of each row.
+    offset: byte offset of the codes of the group in the record.
     """
 
     def __init__(self, records: Records, block: Index, record: Index, offset: Index):
@@ -220,9 +249,11 @@ class GroupCodes:
         self._words: dict[tuple[int, Index], Ssa] = {}
 
     def word(self, word: int, v: Index) -> Ssa:
-        """Load a word of the group's codes for each row in vector `v`, as i32 [lanes].
+        """Load a word, which has the bits of several codes, for each of `lanes` rows: i32 [lanes].
 
-        word: index of the word in the group. A word of 16 bits is zero-extended.
+        word: index of the word in the codec group that this object reads. A word of 16 bits is
+            zero-extended.
+        v: selects rows v * lanes .. (v + 1) * lanes - 1 of the 16 rows.
         """
         if (word, v) not in self._words:
             r, nbytes = self.records, self.records.layout.word_bits // 8
@@ -254,9 +285,13 @@ class GroupCodes:
         return self._masked(self.word(word, v), mask << shift)
 
     def code(self, k: int, v: Index) -> Ssa:
-        """Return code k of the group as f32 [lanes], times a power of two (see `code_factors`).
+        """Load one code for each row in vector `v`, as f32 [lanes]: the code times a power of two.
 
-        For a codec with a table, return the code's entry in the table.
+        The caller multiplies by entry k of `code_factors` to get the code. For a codec with a
+        table, the code is its entry in the table.
+
+        k: index of the code in the codec group that this object reads.
+        v: selects rows v * lanes .. (v + 1) * lanes - 1 of the 16 rows.
         """
         r = self.records
         if r.codec.e4m3:
@@ -277,8 +312,9 @@ class GroupCodes:
 class Int8Codes(GroupCodes):
     """A writer of code that reads the codes of one codec group as int8, four in each i32.
 
-    Every eight codes are in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`). The result of the kernel
-    `round_x` has the elements of x in the same order.
+    A codec group is the elements of a row that share a scale. Every eight codes are in the order 0,
+    2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`). The kernel `round_x`, which quantises x, returns x in the same
+    order.
     """
 
     def __init__(self, records: Records, block: Index, record: Index, group: Index):
@@ -287,10 +323,11 @@ class Int8Codes(GroupCodes):
         self.group = group
 
     def scale_and_base(self, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return (scale, base) of the group as f32 [lanes]; a base of None is 0.
+        """Return (scale, base) of the codec group for each row in vector `v`, as f32 [lanes].
 
-        If the codec has minima, a weight is scale * code + base. Otherwise it is
-        scale * (code - codec.offset - self.dot.bias). Here `code` is a code as `quads` returns it.
+        They turn a code, as `quads` returns it, into a weight. If the codec has minima, the weight
+        is scale * code + base. Otherwise it is scale * (code - codec.offset - self.dot.bias), and
+        the caller does not need `base`. A base of None means 0.
         """
         b, codec, lanes = self.records.b, self.records.codec, self.records.lanes
         scale, base = self.records.scale_and_base(self.block, self.record, self.group, v)
@@ -301,9 +338,10 @@ class Int8Codes(GroupCodes):
         return scale, base
 
     def quads(self, q: int, v: Index) -> list[Ssa]:
-        """Return `self.dot.quads` vectors of codes for `Dot.code`, from quad `q` of the group on.
+        """Load codes for each row in vector `v` as operands of `Dot.code`: four codes in each i32.
 
-        Each lane has a quad, that is, four codes of its row. `self.dot.bias` is added to each code.
+        A quad is such an i32. The result has `self.dot.quads` quads of each row, from quad `q` of
+        the codec group on. `self.dot.bias` is added to each code.
         """
         return self.dot.arranged([self._quad(q + i, v) for i in range(self.dot.quads)])
 
