@@ -1,7 +1,8 @@
-"""Rules that replace layer operations and fused operations by GPU kernel calls.
+"""Lowering rules that replace layer operations, such as attention, by GPU kernel calls.
 
-`lowering.fusion` makes the fused operations. Matmuls and recurrent operations use the same rules as
-on CPUs, with kernels for GPUs.
+`lowering.fusion` runs first and fuses some layer operations, for which there are rules here too.
+The rules of matmuls and recurrent operations are those of `lowering.kernels`, with kernels for
+GPUs.
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ NORM_LIMIT = 1 << 16
 def words_param(weights: Sequence[Weight], experts: int = 1) -> Param:
     """Return one parameter with the rows of all `weights`, packed into i32 words for GPU kernels.
 
-    experts: number of experts, or 1. Each weight has the rows of expert 0, then those of expert 1,
-    and so on. The parameter has the rows of expert 0 from all weights, then those of expert 1.
-    Its shape is [rows, words]; `kernels.gpu.words` defines the layout of a row.
+    The parameter is i32 [rows, words per row]; `kernels.gpu.words` defines the layout of a row.
+
+    experts: number of experts, or 1 for weights without experts. Each weight has the rows of expert
+        0, then those of expert 1, and so on. The parameter has the rows of expert 0 from all
+        weights, then those of expert 1 from all weights.
     """
     codec, inner = weights[0].codec, weights[0].shape[1]
     layout, rows = layout_of(codec), sum(w.shape[0] for w in weights)
@@ -64,11 +67,13 @@ def words_param(weights: Sequence[Weight], experts: int = 1) -> Param:
 
 
 def projected(p: Projection, factors: Value | None = None) -> Value:
-    """Append a GPU kernel call that computes the projection `p`; return its result [T, out].
+    """Append the GPU kernel call of the matmul `p`; return its result, f32 [T, out].
 
-    Rows of padding are computed too. factors: None, or f32 [T, n] if x [T * n, in] has a row for
-    each of the n experts of a token. The result of a token is then the sum over its n rows, each
-    multiplied by its factor.
+    Rows of x that are padding are computed too.
+
+    factors: if given, the results of each token's experts are summed: x is [T * n, in], with one
+        row for each of the n experts of a token. `factors`, f32 [T, n], has the factor of each
+        expert in the sum of its token. None for no sum.
     """
     p = replace(p, length=None)
     matmul, given = p.matmul, p.operands(words_param(p.weights, p.experts or 1))
@@ -184,7 +189,7 @@ def argmax_rows(op: Op, logits: Value) -> Value:
 
 
 def rules() -> dict[str, Rule]:
-    """Return the lowering rules by kind of operation."""
+    """Return a dictionary from each kind of layer operation to the rule that lowers it for GPUs."""
     shared = {kind: partial(kernels.RULES[kind], _CONTEXT) for kind in ("matmul", *RECURRENT)}
     return {**portable.RULES, **shared, **RULES}
 

@@ -1,12 +1,15 @@
-"""Fuse the StableHLO operations of a lowered function into the GPU kernels before and after them.
+"""Fuse StableHLO operations into the GPU kernels before and after them.
 
-- A kernel applies element-wise operations to its result before it stores the result (`Finished`).
-  An attention kernel can also multiply each head's result by a matrix (`FinishedHead`).
-- A kernel computes the elements of an operand instead of loading them, if that is cheap
-  (`Computed`). An additional kernel computes its costly operands first.
-- If several slices of a costly tensor are used, an additional kernel computes the tensor once.
+The input is a function of kernel calls and StableHLO operations. Fusion saves dispatches and
+memory:
+
+- A kernel applies element-wise operations to its result before it stores the result. An attention
+  kernel can also multiply the result of each head by a matrix.
+- If an operand of a kernel is cheap to compute, the kernel computes its elements instead of loading
+  them. Otherwise, a new kernel computes the operand first.
+- If several slices of a costly tensor are used, a new kernel computes the tensor once.
 - Two independent kernels of a layer become one dispatch.
-- Each workgroup of a small matmul of few rows computes the norm of its input itself (`with_rows`).
+- In a small matmul of few rows, each workgroup computes the norm of the input itself.
 
 All other operations stay StableHLO.
 """
@@ -34,11 +37,12 @@ NEAR = 16  # max number of operations between kernels that become one dispatch
 
 @dataclass
 class _Function:
-    """A lowered function while its operations are fused, with information about each value.
+    """A lowered function whose operations are being fused, with information about its values.
 
-    producer, position: the operation that computes a value, and its index in the function. users:
-    the operations that use a value. stored: for a value that a kernel writes to memory, the result
-    of this kernel.
+    producer: maps a value to the operation that computes it.
+    position: maps a value to the index of this operation in the function.
+    users: maps a value to the operations that use it.
+    stored: maps a value that a kernel writes to memory to the result of this kernel.
     """
 
     graph: Graph
@@ -55,10 +59,13 @@ class _Function:
                 self.users.setdefault(value, []).append(op)
 
     def expression(self, root: Value, names: dict[Value, str], own: Value | None = None) -> Expression:
-        """Return an expression that computes `root` inside a kernel.
+        """Return the graph of operations with which a kernel computes `root` itself.
 
-        names: operand names of the values that the kernel loads; missing values are added. own: the
-        kernel's own result, which needs no load.
+        The graph begins at the values that the kernel loads from memory.
+
+        names: maps each of these values to the name of a kernel operand. The method adds missing
+            values.
+        own: the kernel's own result, if `root` may depend on it. It is not loaded.
         """
         producers: dict[Value, Op] = {}
 
@@ -79,16 +86,16 @@ class _Function:
     def is_cheap(self, root: Value, own: Value | None = None, limit: int = MAX_LOADS) -> bool:
         """Return whether a kernel can compute an element of `root` with at most `limit` loads.
 
-        own: the kernel's own result, which needs no load.
+        own: the kernel's own result, if `root` may depend on it. It needs no load.
         """
         op = self.producer[root]
         return sum(self._terms(op, limit) * self._loads(x, own, limit) for x in op.operands) <= limit
 
     def _loads(self, value: Value, own: Value | None, limit: int) -> int:
-        """Return the number of loads from memory with which a kernel gets one element of `value`.
+        """Return how many loads from memory a kernel needs to compute one element of `value`.
 
-        own: the kernel's own result, which needs no load. limit: the max number of loads; the
-        result may be inexact above it.
+        own: the kernel's own result, if `value` may depend on it. It needs no load.
+        limit: max number of loads that the caller accepts. A result above it may be inexact.
         """
         op = self.producer.get(value)
         if value is own:
@@ -98,9 +105,12 @@ class _Function:
         return sum(self._terms(op, limit) * self._loads(x, own, limit) for x in op.operands)
 
     def _terms(self, op: Op, limit: int) -> int:
-        """Return how many terms `op` sums for one element of its result; 1 if it sums none.
+        """Return how many numbers `op` combines in one element of its result, as a sum does.
 
-        The result is limit + 1 if there are too many terms to compute the sum for each use.
+        Return 1 if `op` is neither a `reduce` nor a `dot_general`. Return limit + 1 if there are
+        too many numbers to combine them again for each use.
+
+        limit: max number of loads that the caller accepts for an element.
         """
         dims = {"reduce": op.attrs.get("dims"), "dot_general": op.attrs.get("contract", ((),))[0]}.get(op.kind, ())
         terms = prod(op.operands[0].shape[d] for d in dims)
@@ -126,7 +136,10 @@ def fuse_kernels(graph: Graph) -> Graph:
 
 
 def _sliced(f: _Function) -> set[Value]:
-    """Return the costly tensors of which several slices are used; each gets its own kernel."""
+    """Return the tensors that are costly to compute and of which several slices are used.
+
+    The caller adds a kernel for each of them, which computes the tensor once.
+    """
     slices = {value: [user for user in users if user.kind == "slice"] for value, users in f.users.items()}
     many = [value for value, users in slices.items() if len(users) > 1 and value in f.producer]
     return {value for value in many if is_supported(f.producer[value]) and not f.is_cheap(value)}
@@ -142,9 +155,10 @@ def _live(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
 
 
 def _continued(f: _Function) -> dict[Op, Value]:
-    """Map each kernel call to the last value after it that the same kernel can compute too.
+    """Map each kernel call to the value that its kernel can return instead of its result.
 
-    Kernel calls without such a value are not in the dictionary.
+    This value is the result of the last operation after the call that can be fused into the kernel.
+    Calls without such an operation are left out.
     """
     found, inside = dict[Op, Value](), set[Value]()
     for op in f.graph.ops:
@@ -160,11 +174,14 @@ def _continued(f: _Function) -> dict[Op, Value]:
 
 
 def _last(f: _Function, result: Value, inside: set[Value]) -> tuple[Value | None, set[Value]]:
-    """Find the element-wise operations on a kernel's `result` that the kernel can compute itself.
+    """Find the last value that a kernel can compute element-wise from its own `result`.
 
-    Return (root, before): the last value of these operations, or None if there are none, and the
-    values from `result` to `root`, without `root`. inside: values that other kernels compute but do
-    not store, which are excluded.
+    Return (root, before):
+    root: this value, or None if there is none.
+    before: the values from which the kernel computes `root`: `result` and all values between the
+        two.
+
+    inside: values that are computed inside other kernels and are not stored. They are excluded.
     """
     after, order = {result}, [result]
     for value in order:
@@ -183,10 +200,13 @@ def _last(f: _Function, result: Value, inside: set[Value]) -> tuple[Value | None
 
 
 def _last_of_heads(f: _Function, op: Op) -> Value | None:
-    """Return the value [T, heads * n] in which each head of attention is multiplied by a matrix.
+    """Return the result [T, heads * n] of the per-head matmul that follows an attention kernel.
 
-    Each head has its own matrix. Return None if there is no such value, or if the result of the
-    attention kernel `op` has other uses.
+    Such a matmul multiplies the attention result of each head by this head's matrix, which has n
+    columns, as the value projection of MLA does. Return None if there is no such matmul, or if it
+    cannot be fused because the function uses the kernel's results in other ways too.
+
+    op: the call of the attention kernel.
     """
     value, heads = op.results[0], op.attrs["kernel"].heads
     for kind in ("reshape", "slice", "dot_general", "transpose", "reshape"):
@@ -206,7 +226,7 @@ def _last_of_heads(f: _Function, op: Op) -> Value | None:
 
 
 def _between(f: _Function, root: Value, candidates: set[Value]) -> set[Value]:
-    """Return `root` and the `candidates` from which element-wise operations compute `root`."""
+    """Return `root` and those of the `candidates` from which element-wise operations compute it."""
     found, todo = {root}, [root]
     while todo:
         op = f.producer[todo.pop()]
@@ -220,8 +240,11 @@ def _between(f: _Function, root: Value, candidates: set[Value]) -> set[Value]:
 def _rewritten(f: _Function, op: Op, root: Value | None) -> list[Op]:
     """Fuse operations before and after the kernel call `op`; return the calls that replace it.
 
-    The last of them is the fused kernel. root: a value after `op` that the fused kernel returns
-    instead of its first result, or None.
+    The last call is that of the fused kernel. Calls before it compute operands that are too costly
+    to be computed inside the fused kernel.
+
+    root: a value after `op` that the fused kernel computes and returns instead of its first result;
+        None if the results stay the same.
     """
     kernel: GpuKernel = op.attrs["kernel"]
     given = dict(zip(kernel.tensors, op.operands, strict=True))
@@ -244,9 +267,12 @@ def _rewritten(f: _Function, op: Op, root: Value | None) -> list[Op]:
 
 
 def _is_computed(f: _Function, kernel: GpuKernel, name: str, x: Value) -> bool:
-    """Return whether StableHLO operations compute the operand x, called `name`, of `kernel`.
+    """Return whether the operand x of `kernel` is computed by operations that can be fused into it.
 
-    Reshapes and constants do not count, and neither does an operand that the kernel overwrites.
+    Return False if x is a constant, if x is in memory already (perhaps with another shape), or if
+    the kernel overwrites x.
+
+    name: the name of the operand x in `kernel`.
     """
     while (op := f.producer.get(x)) is not None and x not in f.stored and op.kind == "reshape":
         x = op.operands[0]
@@ -255,9 +281,11 @@ def _is_computed(f: _Function, kernel: GpuKernel, name: str, x: Value) -> bool:
 
 
 def _separate(f: _Function, op: Op, values: Sequence[Value]) -> list[Op]:
-    """Return [call] with a call of one new kernel that computes and stores the f32 `values`.
+    """Return a list with the call of one new kernel, which computes and stores the f32 `values`.
 
-    Values of other types are ignored. Return [] if there are no f32 values.
+    Values of other types are ignored. The list is empty if no value is f32.
+
+    op: an operation of the same layer, whose module path the call gets.
     """
     values = [value for value in dict.fromkeys(values) if value.dtype is F32]
     if not values:
@@ -272,10 +300,11 @@ def _separate(f: _Function, op: Op, values: Sequence[Value]) -> list[Op]:
 
 
 def _side_by_side(ops: Sequence[Op]) -> list[Op]:
-    """Join independent kernels that are near each other, so that two become one dispatch.
+    """Join independent kernel calls that are near each other; return all operations.
 
-    Two kernels are joined if neither the second kernel nor an operation between them uses results
-    of the first kernel, or overwrites an operand of the first kernel.
+    Two joined calls become one dispatch. Two calls are independent if neither the second call nor
+    an operation between them uses results of the first call, or overwrites an operand of the first
+    call.
     """
     found: list[Op] = []
     for op in ops:
@@ -295,13 +324,17 @@ def _side_by_side(ops: Sequence[Op]) -> list[Op]:
 
 
 def _overwritten(op: Op) -> list[Value]:
-    """Return the operands that a kernel overwrites."""
+    """Return the operands that a kernel call overwrites; an empty list for other operations."""
     kernel = op.attrs.get("kernel")
     return [x for name, x in zip(kernel.tensors, op.operands) if name in kernel.in_place.values()] if kernel else []
 
 
 def _beside(first: Op, second: Op) -> Op | None:
-    """Return one kernel call for both, or None if it would exceed the limits of a kernel."""
+    """Return one kernel call that runs the kernels of both calls side by side.
+
+    Return None if the new kernel would exceed the limits of a kernel, or if the two kernels differ
+    in the number of threads per workgroup.
+    """
     a, b = first.attrs["kernel"], second.attrs["kernel"]
     names = dict(zip(first.operands, a.tensors))
     shared = {name: names[x] for name, x in zip(b.tensors, second.operands) if x in names}
@@ -315,9 +348,13 @@ def _beside(first: Op, second: Op) -> Op | None:
 
 
 def _rows_inside(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
-    """Move kernels that compute rows, such as norms, into the first kernel that uses their result.
+    """Move small kernels, such as norms, into the kernels that use their results.
 
-    Each workgroup of this kernel then computes all rows itself. That is done only if it is cheap.
+    Return all operations of the function. A kernel is moved into the first kernel that uses its
+    result. Each workgroup of that kernel then computes all rows of the result itself. The kernel is
+    not moved if this would be costly.
+
+    outputs: the results of the function, which must still be stored.
     """
     found = list(ops)
     for op in ops:
@@ -338,9 +375,14 @@ def _rows_inside(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
 
 
 def _with_rows(op: Op, user: Op, is_stored: bool) -> Op | None:
-    """Return one kernel call that computes both `op` and `user`, which uses the result of `op`.
+    """Return one kernel call that replaces `op` and `user`, or None if there is no good one.
 
-    Return None if that is too costly. is_stored: whether the call also returns the result of `op`.
+    None means that the new kernel would be slow or too large, or that `user` is not a kernel call.
+
+    op: a call that computes a few rows, such as a norm.
+    user: an operation that uses the result of `op`. In the new call, each workgroup of its kernel
+        computes this result itself.
+    is_stored: whether the new call also returns the result of `op`.
     """
     rows, kernel = op.attrs["kernel"], user.attrs.get("kernel")
     if not isinstance(kernel, GpuKernel):

@@ -1,4 +1,7 @@
-"""Rules that replace layer operations and fused operations (`lowering.fusion`) by kernel calls."""
+"""Lowering rules that replace layer operations, such as attention, by CPU kernel calls.
+
+`lowering.fusion` runs first and fuses some layer operations, for which there are rules here too.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,14 @@ from castiron.emitter.types import F32, I32, TensorType
 class Context:
     """The options of the lowering rules, and values that one rule passes to the next.
 
-    project: appends the kernel call of a matmul and returns the result. recurrent: by kind of
-    recurrent operation, the function that returns its kernel; None for CPU kernels. counters: by
-    tensor type, i32 counters with which the workgroups of an attention kernel divide their work.
-    Each attention kernel gets the counters that the previous one returned.
+    isa: the CPU's instruction set.
+    threads: number of threads that will run the kernels.
+    project: a function that appends the kernel call of a matmul and returns the result.
+    recurrent: maps each kind of recurrent operation to the function that returns its kernel. None
+        for CPU kernels.
+    counters: maps a tensor type to i32 counters of this type, which count the finished workgroups
+        of an attention kernel. Each attention kernel gets the counters that the previous one
+        returned.
     """
 
     isa: Isa
@@ -58,7 +65,10 @@ class Context:
         return self.recurrent[kind] if self.recurrent else partial(RECURRENT[kind], isa=self.isa)
 
     def rules(self) -> dict[str, Rule]:
-        """Return the lowering rules by kind of operation; kinds without a kernel use StableHLO."""
+        """Return a dictionary from each kind of layer operation to its lowering rule.
+
+        Operations without a CPU kernel are lowered to StableHLO.
+        """
         return {**portable.RULES, **{kind: partial(rule, self) for kind, rule in RULES.items()}}
 
 
@@ -171,10 +181,11 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
 
 
 def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value:
-    """Return the columns of x [..., heads * n] for part number `part` of the query heads.
+    """Divide the query heads into `parts` subsets; return the columns of subset number `part`.
 
-    A part has 1 / `parts` of the query heads of every kv head. So the result is
-    [..., heads * n / parts].
+    Each subset has the same number of query heads from every kv head.
+
+    x: [..., heads * n], with n columns for each query head. The result is [..., heads * n / parts].
     """
     if parts == 1:
         return x
@@ -194,12 +205,18 @@ def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> V
 
 
 def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple[Tokens, dict[str, Value]]:
-    """Return which tokens the kernel of the recurrent operation `op` computes: (tokens, operands).
+    """Return which tokens a recurrent kernel computes, and the operands that describe them.
 
-    tokens: their number, and whether they are a batch. operands: the kernel's operands about
-        tokens, by name: `positions` in a batch, `length` in a prefill, otherwise none.
-    count: number of tokens. numbers: the last operands of `op`: (positions,) in a batch, (start,
-        length) in a prefill, and (start,) in other functions.
+    Return (tokens, operands):
+    tokens: their number, and whether they belong to a batch of sequences.
+    operands: kernel operands by name: `positions` in a batch, `length` (number of tokens that are
+        not padding) in a prefill of several tokens, none otherwise.
+
+    op: the recurrent operation.
+    count: number of tokens.
+    state: the recurrent state before the operation, for all layers.
+    numbers: the last operands of `op`: (positions,) in a batch, (start, length) in a prefill, and
+        (start,) otherwise.
     """
     if op.attrs["mode"] == "batch":
         return Tokens(count, state.shape[0], batch=True), {"positions": numbers[0]}
@@ -208,10 +225,10 @@ def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple
 
 
 def _columns(x: Value) -> tuple[Value, Columns]:
-    """Find the value of which x [T, ...] is a slice of columns, so that a kernel reads it in place.
+    """Return the tensor [T, width] of which x [T, ...] is a slice of columns, and which columns.
 
-    Return (rows, columns): this value [T, width], and which of its columns are x. If x is not a
-    slice, these are x and all of its columns.
+    A kernel can read x in this tensor, such as the result of a fused matmul, without a copy. If x
+    is not a slice, return x itself, as [T, width], and all columns.
     """
     tokens, first, made = x.shape[0], 0, current_function().ops
     rows = x
@@ -229,12 +246,17 @@ def _columns(x: Value) -> tuple[Value, Columns]:
 def _recurrent(
     make: Callable[..., Kernel], op: Op, state: Value, numbers: Sequence[Value], rows: Mapping[str, Value], **given: Value
 ) -> tuple[Value, Value]:
-    """Return the result of a recurrent operation and the state after it, computed by a kernel.
+    """Append the kernel call of a recurrent operation; return its result and the new state.
 
-    make(tokens, columns): returns the kernel. state: the state before the operation. numbers: the
-    last operands of `op`: positions and lengths, as for `_tokens`. rows: operands [T, ...], by
-    name, that the kernel reads in place if they are columns of a fused matmul. given: its other
-    operands.
+    make(tokens, columns): returns the kernel. columns: for each operand of `rows`, its columns in
+        the tensor that the kernel reads.
+    op: the recurrent operation.
+    state: the state before the operation, for all layers.
+    numbers: the last operands of `op`: (positions,) in a batch, (start, length) in a prefill, and
+        (start,) otherwise.
+    rows: operands [T, ...] by name. If one is a slice of columns of a fused matmul's result, the
+        kernel reads it there, without a copy.
+    given: the other operands of the kernel by name.
     """
     tokens, own = _tokens(op, op.results[0].shape[0], state, numbers)
     found = {name: _columns(x) for name, x in rows.items()}
@@ -260,7 +282,7 @@ def causal_conv(c: Context, op: Op, x: Value, weight: Stored, *rest: Any) -> tup
 
 
 def _filters(weight: Weight) -> Param:
-    """Return the weight [features, 1, n] of a convolution, transposed to f32 [n, features]."""
+    """Return the filters [features, 1, n] of a convolution as a parameter f32 [n, features]."""
     features, _, positions = weight.shape
 
     def pack(raw: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Lower each layer operation to StableHLO in f32, for arbitrary StableHLO compilers.
 
-Weights keep their codec: codes, scales and minima are parameters, and the graph dequantises them
-where they are used.
+Quantised weights stay quantised: their codes, scales and minima are parameters, and the lowered
+function dequantises a weight where it uses it.
 """
 
 from __future__ import annotations
@@ -58,10 +58,14 @@ class Stored:
             return ops.convert(pick(parameter(stored)), F32)
 
         def factor(of_block: str, of_group: str) -> Value:
-            """Return the scale or minimum of each group of a row's elements, f32 [rows, groups].
+            """Return the scales or the minima of all groups of elements, f32 [rows, groups].
 
-            It is the factor of the group's block (the array `of_block`: "d" or "m") times the
-            factor of the group (`of_group`: "scales" or "minima"; 1 if the codec has none).
+            A block of elements consists of one or more groups. The scale or minimum of a group is a
+            factor of the block times a factor of the group.
+
+            of_block: the array with the factors of blocks: "d" for scales, "m" for minima.
+            of_group: the array with the factors of groups: "scales" or "minima". If the codec has
+                no such array, these factors are 1.
             """
             value = part(of_block, blocks)
             shape = (value.shape[0], blocks, groups // blocks)
@@ -81,7 +85,10 @@ class Stored:
 
 
 def float_param(weight: Weight, dtype: DType) -> Param:
-    """Return a float weight as a parameter, from the checkpoint or computed by `Weight.values`."""
+    """Return a parameter of type `dtype` with the elements of a float weight.
+
+    The elements come from the checkpoint, or from the function `weight.values` if there is one.
+    """
     type_ = TensorType(weight.shape, dtype)
     if (values := weight.values) is not None:
         return Param(weight.name, type_, Source((), lambda: np.asarray(values(), np.float32)))
@@ -107,7 +114,7 @@ def linear(op: Op, x: Value, weight: Value | Stored, bias: Value | Stored | None
 
 
 def _along_last(vector: Value, like: Value) -> Value:
-    """Broadcast `vector` to the shape of `like`, whose last dimensions are those of `vector`."""
+    """Broadcast `vector` to the shape of `like`, which has the same last dimensions."""
     return ops.broadcast_in_dim(vector, like.shape, range(like.type.rank - vector.type.rank, like.type.rank))
 
 
@@ -205,10 +212,11 @@ def _erf(x: Value) -> Value:
 
 
 def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Value, Value]:
-    """Return the experts chosen for each token, i32 [T, top_k], and their weights, f32 [T, top_k].
+    """Choose experts for each token; return their indices i32 and weights f32, both [T, top_k].
 
-    logits: router logits [T, experts]. correction: a term that is added to the scores when experts
-    are chosen. It does not change the weights of the experts.
+    logits: router logits [T, experts].
+    correction: [experts], a bias that is added to the scores for the choice of experts only. The
+        weights come from the scores without it.
     """
     tokens, experts = logits.shape
     if op.attrs["scores"] == "sigmoid":
@@ -234,11 +242,11 @@ def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Valu
 
 
 def into_down(projected: Sequence[Value], function: str | ClampedSwiGLU) -> Value:
-    """Return the input of a down projection.
+    """Apply the activation of an MLP; return the input of its down projection.
 
-    projected: the results of the gate and up projections; without a gate, only that of up. If
-    `function` is the name of an activation, the input is function(gate) * up, or function(up). A
-    ClampedSwiGLU clamps gate and up, and computes gate * sigmoid(alpha * gate) * (up + 1).
+    projected: the results of the gate and up projections, or of up only if the MLP has no gate.
+    function: the name of an activation, for function(gate) * up, or function(up) without a gate. A
+        ClampedSwiGLU clamps gate and up, and computes gate * sigmoid(alpha * gate) * (up + 1).
     """
     if len(projected) == 1:
         return activated(projected[0], str(function))
@@ -256,10 +264,14 @@ _Stacked = tuple[Stored, int, Stored | None]
 
 
 def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -> Value:
-    """Return the weighted sum of the chosen experts for each token, [T, hidden].
+    """Return the weighted sum of the results of each token's experts, [T, hidden].
 
-    chosen: i32 [T, n]. weights: f32 [T, n]. stacked: weights of gate (if gated), up and down, then
-    their biases, each with the rows of all experts. Only rows of chosen experts are read.
+    x: [T, hidden].
+    chosen: the experts of each token, i32 [T, n].
+    weights: the factors of these experts in the sum, f32 [T, n].
+    stacked: the weights of gate (if the experts have one), up and down; then their biases and
+        GPTQ's permutations of their columns, if there are any. Each has the rows of all experts,
+        and only the rows of the chosen experts are read.
     """
     stacked, orders = split_orders(op, stacked)
     count = 3 if op.attrs["gated"] else 2
@@ -271,10 +283,12 @@ def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -
 
 
 def split_orders(op: Op, stacked: tuple[Stored, ...]) -> tuple[tuple[Stored, ...], list[Stored | None]]:
-    """Split the operands `stacked` of `experts` into (weights and biases, column permutations).
+    """Separate the operands `stacked` of an `experts` operation into weights and permutations.
 
-    The permutations (GPTQ's desc_act) are a list of two: one for gate and up, and one for down. A
-    permutation is None if the columns are in the usual order.
+    The columns of some GPTQ weights are permuted (desc_act). Return (parameters, permutations):
+    parameters: the weights and biases.
+    permutations: a list of two, for the columns of gate and up, and for those of down. A
+        permutation is None if the columns are in the usual order.
     """
     count = sum(op.attrs["ordered"])
     orders = iter(stacked[len(stacked) - count :])
@@ -282,11 +296,14 @@ def split_orders(op: Op, stacked: tuple[Stored, ...]) -> tuple[tuple[Stored, ...
 
 
 def ordered(x: Value, order: Stored | None, expert: Value) -> Value:
-    """Permute the features of each row of x [n, in] to the column order of its expert's weight.
+    """Permute the features of each row of x [n, in] to match the columns of an expert's weight.
 
-    x has one row for each pair of a token and one of its experts. expert: the expert of each row,
-    i32 [n]. order: [experts, in], the feature of x that each column of an expert's weight
-    multiplies; None for no permutation.
+    Each row belongs to a token and one of its experts. The columns of some GPTQ weights are
+    permuted, differently for each expert.
+
+    order: [experts, in]; element [e, c] is the feature of x that column c of expert e's weight
+        multiplies. None for no permutation.
+    expert: the expert of each row, i32 [n].
     """
     if order is None:
         return x
@@ -325,10 +342,17 @@ def _experts_of_pairs(
     parts: list[_Stacked],
     orders: Sequence[Stored | None],
 ) -> Value:
-    """Return the result [T, hidden] of `experts` for several tokens.
+    """Return the weighted sum of the results of each token's experts, [T, hidden].
 
     All (token, expert) pairs form one batch, so that the number of StableHLO operations does not
     depend on the number of tokens.
+
+    chosen, weights: [T, n], the experts of each token, and their factors in the sum.
+    function: activation of the experts.
+    parts: for gate (if the experts have one), up and down: the weight of all experts, its number of
+        rows per expert, and the bias or None.
+    orders: permutations of the weights' columns, one for gate and up, one for down; None for no
+        permutation.
     """
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     pairs = tokens * per_token

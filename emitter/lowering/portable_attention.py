@@ -24,8 +24,13 @@ def attention(
 ) -> tuple[Value, ...]:
     """Return the result of attention [T, heads * head_dim] and the updated key and value caches.
 
-    start: i32 position of the first token; in a batch, i32 [T] positions. rest: in a prefill, the
-    number of tokens that are not padding; then the sinks, if there are any.
+    q: [T, heads, head_dim].
+    k, v: the keys and values of the new tokens, [T, kv_heads, head_dim].
+    k_cache, v_cache: [layers, positions, kv_heads, ...].
+    start: i32 position of the first token. In a batch, which has one token of each of T sequences:
+        i32 [T], their positions, negative for an idle sequence.
+    rest: in a prefill, the number of tokens that are not padding. Then the attention sinks, if the
+        model has them: an extra score in the softmax of each head.
     """
     *given, stored = rest if op.attrs["sinks"] else (*rest, None)
     sinks = stored.value() if stored is not None else None
@@ -63,9 +68,17 @@ def _over_positions(
 ) -> tuple[Value, Value, Value]:  # fmt: skip
     """Compute attention of one sequence over caches that store all positions.
 
-    Return the result [T, heads * head_dim] and the updated key and value caches. layer: index in
-    dimension 0 of the caches. start: position of the first token. length: number of tokens that are
-    not padding; None if there is no padding, 0 if a sequence of a batch has no token.
+    Return the result [T, heads * head_dim] and the updated key and value caches.
+
+    op: the attention operation, which has the scale and other options as attributes.
+    sinks: [heads], an extra score in the softmax of each head; None for no sinks.
+    layer: index in dimension 0 of the caches.
+    start: position of the first token.
+    length: number of tokens that are not padding; 0 for an idle sequence of a batch; None if there
+        is no padding.
+    q: [T, heads, head_dim].
+    k, v: the keys and values of the new tokens, [T, kv_heads, head_dim].
+    k_cache, v_cache: [layers, positions, kv_heads, ...].
     """
     tokens, context, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
     k, v = _rounded(k, stored), _rounded(v, stored)
@@ -82,9 +95,9 @@ def _over_positions(
 
 
 def _rounded(x: Value, stored: Cache) -> Value:
-    """Convert f32 keys or values [n, kv_heads, head_dim] to the cache format `stored`.
+    """Convert f32 keys or values [n, kv_heads, head_dim] to the format `stored` of a KV cache.
 
-    The result is [n, kv_heads, *row], where `row` is the shape of one head in this format.
+    The result is [n, kv_heads, *row], where `row` is the shape of one head's key in this format.
     """
     if not stored.grouped:
         return ops.convert(x, stored.dtype)
@@ -100,9 +113,9 @@ def _rounded(x: Value, stored: Cache) -> Value:
 
 
 def _widened(rows: Value, stored: Cache) -> Value:
-    """Convert keys or values in the cache format `stored` to f32 [n, kv_heads, head_dim].
+    """Convert keys or values from the format `stored` of a KV cache to f32 [n, kv_heads, head_dim].
 
-    rows: [n, kv_heads, *row], where `row` is the shape of one head in this format.
+    rows: [n, kv_heads, *row], where `row` is the shape of one head's key in this format.
     """
     if not stored.grouped:
         return ops.convert(rows, F32)
@@ -116,8 +129,11 @@ def _widened(rows: Value, stored: Cache) -> Value:
 def _stored_or_new(new: Value, cache: Value, layer: int, start: Value, length: Value) -> Value:
     """Return the cache row to write at position `start`: `new`, or the old row if `length` is 0.
 
-    Both are the keys or the values of one position. In a batch, a sequence without a token in this
-    call has length 0.
+    In a batch, the length is 1 for a sequence with a token. It is 0 for an idle sequence, whose
+    cache must not change.
+
+    new: the key or the value of the token, in the format of the cache.
+    layer: index in dimension 0 of the cache.
     """
     zero = ops.constant(0, I32, ())
     at = (ops.constant(layer, I32, ()), start, *[zero] * (cache.type.rank - 2))
@@ -132,9 +148,17 @@ def _over_ring(
 ) -> tuple[Value, Value, Value]:  # fmt: skip
     """Compute attention of one sequence over ring buffers, which store the last positions only.
 
-    Return the result [T, heads * head_dim] and the updated key and value caches. layer: index in
-    dimension 0 of the caches. start: position of the first token. length: number of tokens that are
-    not padding; None if there is no padding.
+    Return the result [T, heads * head_dim] and the updated key and value caches.
+
+    op: the attention operation, which has the scale and other options as attributes.
+    sinks: [heads], an extra score in the softmax of each head; None for no sinks.
+    layer: index in dimension 0 of the caches.
+    start: position of the first token.
+    length: number of tokens that are not padding; 0 for an idle sequence of a batch; None if there
+        is no padding.
+    q: [T, heads, head_dim].
+    k, v: the keys and values of the new tokens, [T, kv_heads, head_dim].
+    k_cache, v_cache: [layers, rows of the ring buffer, kv_heads, ...].
     """
     tokens, rows, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
     every = ops.constant(tokens, I32, ())
@@ -160,10 +184,10 @@ def _over_ring(
 
 
 def _ring_positions(end: Value, rows: int) -> Value:
-    """Return the position of the key in each row of a ring buffer, i32 [rows].
+    """Return which position is stored in each row of a ring buffer, i32 [rows].
 
-    The position is negative if the row is empty. All positions below `end` have been stored in
-    order.
+    Positions 0 to end - 1 have been stored, position p in row p % rows, so a row has the latest of
+    its positions. For an empty row, the number is negative.
     """
     row = ops.iota((rows,), 0)
     # Add `rows` first, so that the dividend is not negative: division rounds towards zero.
@@ -177,10 +201,11 @@ def _positions(start: Value, shape: tuple[int, ...]) -> Value:
 
 
 def _seen(position: Value, other: Value, window: int | None) -> Value:
-    """Return whether a token at `position` attends to position `other`, as i1 [T, n].
+    """Return the mask of causal attention, i1 [T, n]: whether a token attends to a position.
 
-    position, other: i32 [T, n]. window: number of positions that a token attends to, the token
-    itself included; None for all.
+    position: position of the token, i32 [T, n].
+    other: the other position, i32 [T, n]. The token attends to it if it is not later.
+    window: number of positions that a token attends to, its own included; None for all.
     """
     seen = ops.compare("LE", other, position)
     if window is None or window >= other.shape[1]:
@@ -190,10 +215,15 @@ def _seen(position: Value, other: Value, window: int | None) -> Value:
 
 
 def _seen_both_ways(start: Value, length: Value, shape: tuple[int, ...], window: int | None) -> Value:
-    """Return whether token t attends to position i in bidirectional attention, as i1 [T, n].
+    """Return the mask of bidirectional attention, i1 [T, n]: whether token t attends to position i.
 
-    Token t is at position start + t. The token attends to position i if i < start + length and
-    |start + t - i| < window. If `window` is None, only the first condition applies. shape: (T, n).
+    Token t is at position start + t. It attends to position i if both conditions are met:
+
+    - i < start + length
+    - |start + t - i| < window (always met if `window` is None)
+
+    length: number of tokens that are not padding.
+    shape: (T, n).
     """
     last = ops.subtract(ops.add(start, length), ops.constant(1, I32, ()))
     position, other = ops.minimum(_positions(start, shape), ops.broadcast_in_dim(last, shape, ())), ops.iota(shape, 1)
@@ -207,9 +237,12 @@ def _seen_both_ways(start: Value, length: Value, shape: tuple[int, ...], window:
 
 
 def _attend(op: Op, sinks: Value | None, q: Value, k: Value, v: Value, seen: Value) -> Value:
-    """Return attention [T, heads * head_dim] of q [T, heads, head_dim] over k and v.
+    """Return the result of attention [T, heads * head_dim].
 
-    k, v: [n, kv_heads, head_dim]. seen: i1 [T, n], whether a token attends to a position.
+    op: the attention operation, which has the scale and the softcap of the scores.
+    sinks: [heads], an extra score in the softmax of each head; None for no sinks.
+    q: [T, heads, head_dim]. k, v: [n, kv_heads, head_dim], for n positions.
+    seen: the mask, i1 [T, n]: whether a token attends to a position.
     """
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]

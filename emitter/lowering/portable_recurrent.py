@@ -1,8 +1,9 @@
-"""Lower recurrent layers to StableHLO, for one token of each sequence or a chunk of tokens.
+"""Lower recurrent layers to StableHLO, for one token of each sequence or several tokens of one.
 
-A chunk is computed by a few matmuls. They need the decay between every two tokens: the product of
-the decays of single tokens, computed as the exponential of a sum of logarithms. Padding does not
-change the state.
+The gated delta rule and the scan of Mamba 2 compute several tokens in chunks: each chunk by a few
+matmuls, not by a loop over its tokens. The matmuls need the decay of the state between every two
+tokens. It is the product of the decays of single tokens, computed as the exponential of a sum of
+logarithms. Padding does not change the state.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ CHUNK = 64
 
 @dataclass
 class _Tokens:
-    """The tokens of a recurrent operation.
+    """The tokens that a recurrent operation computes in one call.
 
-    single: True for one token of each sequence, False for a chunk of one sequence. before: the
-    state of the layer before these tokens, [sequences, ...]. length: number of the chunk's tokens
-    that are not padding, or None for all.
+    single: True for one token of each sequence, False for several tokens of one sequence.
+    before: the state of the layer before these tokens, [sequences, ...].
+    length: number of tokens that are not padding; None if there is no padding.
     """
 
     single: bool
@@ -42,10 +43,13 @@ class _Tokens:
 
 
 def _recurrence(rule: Callable[..., tuple[Value, Value]]) -> Rule:
-    """Return a lowering rule that computes a recurrent operation with `rule`.
+    """Return a lowering rule that computes a recurrent operation of one layer with `rule`.
 
-    rule(tokens, *operands): returns the result, and the layer's state after the tokens. operands:
-    the operation's operands, without the state, the positions and the length.
+    The returned rule reads the layer's state from the state of all layers, and writes it back.
+
+    rule(tokens, *operands): returns the result, and the layer's state after the tokens. tokens: a
+        `_Tokens`, which has the state before them. operands: those of the operation, without the
+        state, the positions and the length.
     """
 
     def lowered(op: Op, *operands) -> tuple[Value, Value]:
@@ -71,7 +75,10 @@ def softplus(x: Value) -> Value:
 
 
 def _along(vector: Value, like: Value, *dims: int) -> Value:
-    """Broadcast `vector` to the shape of `like`; dimension i becomes dimension `dims[i]`."""
+    """Broadcast `vector` to the shape of `like`.
+
+    Dimension i of `vector` becomes dimension `dims[i]` of the result.
+    """
     return ops.broadcast_in_dim(vector, like.shape, dims)
 
 
@@ -99,7 +106,7 @@ def causal_conv(tokens: _Tokens, x: Value, weight, bias=None) -> tuple[Value, Va
 
 
 def _per_head(x: Value, heads: int) -> Value:
-    """Return x [T, groups, n] as [T, heads, n]: each group is repeated for its heads."""
+    """Repeat each group of x [T, groups, n] for all heads of the group; return [T, heads, n]."""
     count, groups, width = x.shape
     wide = ops.broadcast_in_dim(x, (count, groups, heads // groups, width), (0, 1, 3))
     return ops.reshape(wide, (count, heads, width))
@@ -110,16 +117,19 @@ def _swapped(x: Value) -> Value:
 
 
 def _dot(a: Value, b: Value, i: int, j: int) -> Value:
-    """Multiply `a` and `b`, both [heads, ., .], for each head.
+    """Multiply the matrices `a` and `b` of each head, both [heads, ., .]; return [heads, ., .].
 
-    Products are summed over dimension i of `a` and dimension j of `b`.
+    Products are summed over dimension i of `a` and dimension j of `b`, so a @ b has (i, j) = (2,
+    1).
     """
     return ops.dot_general(a, b, ((i,), (j,)), ((0,), (0,)))
 
 
 @dataclass
 class _Decays:
-    """The decays in a chunk of C tokens: f32 factors in [0, 1].
+    """The decays between the C tokens of a chunk, f32 factors in [0, 1].
+
+    The decay from one token to a later one is the factor by which the state shrinks between them.
 
     between: [heads, C, C]; element [h, i, j] is the decay from token j to token i, 0 if j > i.
     since_start: from the state before the chunk to each token, [heads, C, 1].
@@ -134,10 +144,12 @@ class _Decays:
 
 
 def _decays(log: Value) -> _Decays:
-    """Return the decays of a chunk, from the logarithms of its tokens' decays.
+    """Return the decays between the C tokens of a chunk.
 
-    log: [heads, C]. The logarithms between two tokens are summed directly. HF's delta rule instead
-    subtracts two sums that begin at the chunk's start, which loses precision after strong decay.
+    log: [heads, C], the logarithm of the factor by which the state shrinks at each token.
+
+    The logarithms between two tokens are summed directly. HF's delta rule instead subtracts two
+    sums that begin at the chunk's start, which loses precision after strong decay.
     """
     heads, count = log.shape
     shape = (heads, count, count + 1)
@@ -161,15 +173,18 @@ def _constant(mask: np.ndarray, shape: tuple[int, ...]) -> Value:
 
 
 def _times(x: Value, y: Value) -> Value:
-    """Return x [a, b, c] times y; dimensions of y that have size 1 are broadcast."""
+    """Return x [a, b, c] * y; dimensions of y that have size 1 are broadcast."""
     return ops.multiply(x, ops.broadcast_in_dim(y, x.shape, (0, 1, 2)))
 
 
 def _chunks(tokens: _Tokens, rows: list[Value], chunk: Callable[..., tuple[Value, Value]]) -> tuple[Value, Value]:
-    """Return the results [T, heads, ...] and the final state of a recurrence, computed in chunks.
+    """Compute a recurrence in chunks; return the results [T, heads, ...] and the last state.
 
-    rows: the operands of all tokens, [T, heads, ...] each. chunk(*rows, state): returns the results
-    of one chunk of C tokens and the state after it. Its rows and results are [heads, C, ...].
+    tokens: its field `before` is the state before the first token.
+    rows: the operands for all tokens, each [T, heads, ...].
+    chunk(*operands, state): computes one chunk of C tokens from its operands, each [heads, C, ...],
+        and the state before it. It returns the results [heads, C, ...] and the state after the
+        chunk.
     """
     results, count, state = [], rows[0].shape[0], ops.reshape(tokens.before, tokens.before.shape[1:])
     for start in range(0, count, CHUNK):
@@ -181,7 +196,7 @@ def _chunks(tokens: _Tokens, rows: list[Value], chunk: Callable[..., tuple[Value
 
 
 def _inverse(lower: Value) -> Value:
-    """Return the inverse of I + L for each head.
+    """Return the inverse of I + L for each head, where I is the identity matrix.
 
     L is the part of `lower` [heads, C, C] below the diagonal. The code inverts the diagonal blocks
     of sizes 1, 2, 4, ... The inverse of [[A, 0], [B, D]] is [[A^-1, 0], [-D^-1 B A^-1, D^-1]].
@@ -202,11 +217,14 @@ def _inverse(lower: Value) -> Value:
 
 
 def gated_delta(tokens: _Tokens, q: Value, k: Value, v: Value, a: Value, b: Value, rate, bias) -> tuple[Value, Value]:
-    """Return the result [T, heads, v_dim] and the state of the gated delta rule.
+    """Apply the gated delta rule (arXiv:2412.06464); return [T, heads, v_dim] and the new state.
 
-    q, k: [T, k_heads, k_dim]. v: [T, heads, v_dim]. a, b: [T, heads]. rate, bias: -exp(A_log) and
-    dt_bias, [heads]. One token is computed in HF's recurrent form, several tokens in HF's chunk
-    form.
+    tokens: one token of each sequence or several of one, and the state before them.
+    q, k: [T, k_heads, k_dim]. v: [T, heads, v_dim].
+    a, b: [T, heads]. The state decays by exp(rate * softplus(a + bias)), and beta is sigmoid(b).
+    rate, bias: -exp(A_log) and dt_bias of the checkpoint, [heads].
+
+    As in HF, several tokens of one sequence are computed in chunks.
     """
     heads = v.shape[1]
     log = ops.multiply(softplus(ops.add(a, _along(bias.value(), a, 1))), _along(rate.value(), a, 1))
@@ -225,10 +243,12 @@ def _unit(x: Value) -> Value:
 
 
 def _delta_of_token(q: Value, k: Value, v: Value, decay: Value, beta: Value, state: Value) -> tuple[Value, Value]:
-    """Return result and state of the gated delta rule after one token of each sequence.
+    """Apply the gated delta rule to one token of each sequence; return result and new state.
 
-    q, k: [sequences, heads, k_dim]. v: [sequences, heads, v_dim]. decay: [sequences, heads]. beta:
-    [sequences, heads, 1]. state: [sequences, heads, k_dim, v_dim].
+    q, k: [sequences, heads, k_dim]. v and the result: [sequences, heads, v_dim].
+    decay: [sequences, heads], the factor by which the state shrinks.
+    beta: [sequences, heads, 1], the factor of the state's update.
+    state: [sequences, heads, k_dim, v_dim].
     """
     state = ops.multiply(state, _along(decay, state, 0, 1))
     delta = _times(ops.subtract(v, _read(k, state, 2)), beta)
@@ -237,22 +257,25 @@ def _delta_of_token(q: Value, k: Value, v: Value, decay: Value, beta: Value, sta
 
 
 def _read(x: Value, state: Value, dim: int) -> Value:
-    """Return x [sequences, heads, n] times the state of each head, summed over n.
+    """Multiply the vector x of each head by the head's state matrix; sum over the n elements of x.
 
-    dim: the dimension of the state [sequences, heads, ., .] that has size n.
+    x: [sequences, heads, n].
+    state: [sequences, heads, ., .]; dimension `dim` (2 or 3) has size n.
     """
     return ops.dot_general(x, state, ((2,), (dim,)), ((0, 1), (0, 1)))
 
 
 def _delta_of_chunk(q: Value, k: Value, v: Value, log: Value, beta: Value, state: Value) -> tuple[Value, Value]:
-    """Return result [heads, C, v_dim] and state of the gated delta rule after a chunk of C tokens.
+    """Apply the gated delta rule to a chunk of C tokens; return the result and the new state.
 
-    q, k: [heads, C, k_dim]. v: [heads, C, v_dim]. log: [heads, C], logarithms of the decays. beta:
-    [heads, C, 1]. state: [heads, k_dim, v_dim].
+    q, k: [heads, C, k_dim]. v and the result: [heads, C, v_dim].
+    log: [heads, C], the logarithm of the factor by which the state shrinks at each token.
+    beta: [heads, C, 1], the factor of the state's update by each token.
+    state: [heads, k_dim, v_dim], before the chunk.
 
     The update by a token depends on the updates by earlier tokens, so all updates are the solution
-    of a triangular system. The system's right side is beta * (v - decay * k @ S), where S is the
-    state before the chunk.
+    of a triangular system. The system's right side is beta * (v - decay * k @ state), where `decay`
+    is the decay from the start of the chunk to each token.
     """
     decays, written = _decays(log), _times(k, beta)
     system = ops.multiply(_dot(written, k, 2, 2), decays.between)
@@ -264,11 +287,15 @@ def _delta_of_chunk(q: Value, k: Value, v: Value, log: Value, beta: Value, state
 
 
 def selective_scan(tokens: _Tokens, x: Value, dt: Value, b: Value, c: Value, rate, bias, skip) -> tuple[Value, Value]:
-    """Return the result [T, heads, head_dim] and the state of the scan of Mamba 2.
+    """Apply the scan of Mamba 2 (arXiv:2405.21060); return [T, heads, head_dim] and the new state.
 
-    x: [T, heads, head_dim]. dt: [T, heads]. b, c: [T, groups, n]. rate, bias, skip:
-    -exp(A_log), dt_bias and D, [heads]. One token is computed in HF's recurrent form, several
-    tokens in HF's chunk form.
+    tokens: one token of each sequence or several of one, and the state before them.
+    x: [T, heads, head_dim].
+    dt: [T, heads]. The time step is d = softplus(dt + bias), and the state decays by exp(rate * d).
+    b, c: [T, groups, n], the matrices B and C of the paper.
+    rate, bias, skip: -exp(A_log), dt_bias and D of the checkpoint, [heads].
+
+    As in HF, several tokens of one sequence are computed in chunks.
     """
     heads, state = x.shape[1], tokens.before
     step = tokens.real(softplus(ops.add(dt, _along(bias.value(), dt, 1))))
@@ -284,10 +311,12 @@ def selective_scan(tokens: _Tokens, x: Value, dt: Value, b: Value, c: Value, rat
 
 
 def _scan_of_chunk(written: Value, b: Value, c: Value, log: Value, state: Value) -> tuple[Value, Value]:
-    """Return result [heads, C, head_dim] and state [heads, head_dim, n] after a chunk of C tokens.
+    """Apply the scan of Mamba 2 to a chunk of C tokens; return the result and the new state.
 
-    written: x times the time step of each token, [heads, C, head_dim]. b, c: [heads, C, n]. log:
-    [heads, C], the logarithm of each token's decay. state: [heads, head_dim, n], before the chunk.
+    written: x times the time step of each token. It and the result are [heads, C, head_dim].
+    b, c: [heads, C, n], the matrices B and C of the scan for each token.
+    log: [heads, C], the logarithm of the factor by which the state shrinks at each token.
+    state: [heads, head_dim, n], before the chunk.
     """
     decays = _decays(log)
     inside = _dot(ops.multiply(_dot(c, b, 2, 2), decays.between), written, 2, 1)

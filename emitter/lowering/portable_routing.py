@@ -1,4 +1,4 @@
-"""Choose experts by rank, and repeat the rows of x for each chosen expert, in StableHLO."""
+"""Parts of the routing to experts in StableHLO: ranks, groups of experts, and repeated rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from castiron.emitter.types import F32
 
 
 def ranks(rated: Value) -> Value:
-    """Return the rank of each number in its row, as f32: 0 for the largest.
+    """Return the rank of each number in its row, f32 [rows, n]: 0 for the largest number.
 
     Of two equal numbers, the one with the lower index has the lower rank.
+
+    rated: f32 [rows, n].
     """
     rows, n = rated.shape
     pairs = (rows, n, n)
@@ -23,10 +25,12 @@ def ranks(rated: Value) -> Value:
 
 
 def of_best_groups(rated: Value, groups: int, chosen_groups: int, best_of_group: int) -> Value:
-    """Return ratings [T, experts] with -inf for experts outside the `chosen_groups` best groups.
+    """Replace the scores of all experts outside the best groups by -inf; return [T, experts].
 
-    Experts are divided into `groups` groups. The rating of a group is the sum of its
-    `best_of_group` largest ratings.
+    rated: the score of each expert for each token, f32 [T, experts].
+    groups: number of groups, each of the same number of consecutive experts.
+    chosen_groups: number of best groups for each token.
+    best_of_group: the score of a group is the sum of its `best_of_group` largest scores.
     """
     (tokens, experts), each = rated.shape, rated.shape[1] // groups
     apart = ops.reshape(rated, (tokens * groups, each))
@@ -39,6 +43,6 @@ def of_best_groups(rated: Value, groups: int, chosen_groups: int, best_of_group:
 
 
 def rows_of_pairs(x: Value, per_token: int) -> Value:
-    """Return x [T, in] with each row repeated `per_token` times, [T * per_token, in]."""
+    """Repeat each row of x [T, in] `per_token` times in sequence; return [T * per_token, in]."""
     (tokens, features), pairs = x.shape, x.shape[0] * per_token
     return ops.reshape(ops.broadcast_in_dim(x, (tokens, per_token, features), (0, 2)), (pairs, features))

@@ -27,18 +27,18 @@ NORM_LIMIT = 8192
 
 @dataclass(frozen=True)
 class Projection:
-    """A projection of x [T, in]: x times each weight [n, in] transposed, with concatenated results.
+    """A matmul of x [T, in] with weights [n, in], and the operations that its kernel also computes.
 
-    The result is [T, sum of all n]. With a GLU, the two weights give one result [T, n]. All weights
-    have the same codec.
+    The result is x times each weight transposed, concatenated: [T, sum of all n]. With a GLU, there
+    are two weights, gate and up, and one result [T, n]. All weights have the same codec.
 
     norm: weight [in] and epsilon of an RMS norm of x, on CPUs for T = 1 only.
     residual: value that is added to the result.
-    glu: activation of a GLU.
+    glu: name of the activation in act(gate) * up; None for no GLU.
     length: number of rows of x that are not padding.
     experts: number of experts, or 0. With experts, each weight is [experts * n, in].
-    chosen: i32 [T * k], the k experts of each row of x. The result has T * k rows; row i is row
-        i // k of x times the weights of expert chosen[i].
+    chosen: i32 [T * k], the k experts of each row of x. The result has T * k rows: row i is x[i //
+        k] times the weights of expert chosen[i].
     """
 
     x: Value
@@ -53,7 +53,10 @@ class Projection:
 
     @property
     def matmul(self) -> Matmul:
-        """Return the sizes and options that select the matmul's kernel, with numerics "exact"."""
+        """Return the `Matmul` that selects the kernel: sizes, codec and fused operations.
+
+        Its `numerics` is "exact", so x stays f32; the caller may replace it.
+        """
         rows = [w.shape[0] // (self.experts or 1) for w in self.weights]
         tokens = self.x.shape[0] if self.chosen is None else self.chosen.shape[0]
         return Matmul(
@@ -73,7 +76,7 @@ class Projection:
     def operands(self, weight: Param) -> dict[str, Value]:
         """Return the operands of the matmul kernel by name, except x.
 
-        weight: all weights, packed for the kernel.
+        weight: the parameter with all weights, packed for the kernel.
         """
         given = {
             "norm": self.norm[0] if self.norm else None,
@@ -90,10 +93,12 @@ class Projection:
 class Projector:
     """A callable that appends the CPU kernel call of a `Projection` and returns its result.
 
-    kernel_of: returns the kernel of a matmul. fast: whether x of several tokens may be rounded to
-    int8 or bf16, where a kernel supports that. draft: whether x of one token may be rounded too.
-    rounded: the rounded copies of x that matmuls with the same x share, by (x, name of the kernel
-    that rounds x).
+    kernel_of: returns the kernel of a matmul.
+    isa: the CPU's instruction set.
+    fast: whether x of several tokens may be rounded to int8 or bf16, where a kernel supports that.
+    draft: whether x of one token may be rounded too.
+    rounded: a cache of rounded copies of x, which matmuls with the same x share. Its keys are (x,
+        name of the kernel that rounds x).
     """
 
     kernel_of: Callable[[Matmul], Kernel]
@@ -136,9 +141,11 @@ class Projector:
 def packed_param(weights: Sequence[Weight], interleaved: bool = False, experts: int = 1) -> Param:
     """Return one parameter with the rows of all `weights`, packed for CPU kernels.
 
-    experts: the number of experts, or 1. Each weight has the rows of expert 0, then those of expert
-    1, and so on. The parameter has the rows of expert 0 from all weights, then those of expert 1.
-    interleaved: whether blocks of 16 rows alternate between the two weights, for a GLU.
+    interleaved: True for the two weights of a GLU: 16 rows of the first weight are followed by 16
+        rows of the second, and so on. False: all rows of the first weight come first.
+    experts: number of experts, or 1 for weights without experts. Each weight has the rows of expert
+        0, then those of expert 1, and so on. The parameter has the rows of expert 0 from all
+        weights, then those of expert 1 from all weights.
     """
     codec, inner = weights[0].codec, weights[0].shape[1]
     own = [w.shape[0] // experts for w in weights]
@@ -156,7 +163,7 @@ def packed_param(weights: Sequence[Weight], interleaved: bool = False, experts: 
 
 
 def joined_name(names: list[str]) -> str:
-    """Return one name for weights, such as `layers.0.self_attn.q_proj+k_proj+v_proj.weight`."""
+    """Join the names of weights: `layers.0.mlp.gate_proj+up_proj.weight` for gate and up."""
     if len(names) == 1:
         return names[0]
     parts = [name.split(".") for name in names]
@@ -168,7 +175,7 @@ def joined_name(names: list[str]) -> str:
 
 
 def bias_param(biases: Sequence[Weight]) -> Param:
-    """Return one parameter with all `biases`, concatenated in order, f32."""
+    """Return one f32 parameter with all `biases`, concatenated in this order."""
     type_ = TensorType((sum(w.shape[0] for w in biases),), F32)
     joined = source(biases, lambda *raws: np.concatenate([r.view(np.float32) for r in raws]))
     return Param(joined_name([w.name for w in biases]), type_, joined)
