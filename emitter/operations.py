@@ -23,11 +23,12 @@ COMPARISONS = ("EQ", "NE", "LT", "LE", "GT", "GE")
 
 @dataclass(frozen=True)
 class Operation:
-    """A kind of operation: its check and its MLIR text.
+    """A kind of operation, such as "add": its check and its MLIR text.
 
-    operands: number of operands, or None if it varies. results: number of results. problem: returns
-    an error message for an operation, or None if the operation is valid. text: gets an operation
-    and the names of its operands, and returns the MLIR text of the operation.
+    operands, results: number of operands and of results; None if it varies.
+    problem: a function that returns an error message for an operation, or None if it is valid.
+    text: a function that gets an operation and the MLIR names of its operands, and returns the MLIR
+        text of the operation.
     """
 
     operands: int | None
@@ -52,9 +53,13 @@ Table = Mapping[str, Operation]
 def build(
     table: Table, kind: str, operands: Sequence[Value], results: Sequence[TensorType], attrs: Mapping[str, Any] | None = None
 ) -> tuple[Value, ...]:
-    """Append an operation and return the results; raise EmitError if the operation is invalid.
+    """Append an operation to the function being built, and return its results.
 
-    table: all kinds of operations, with their checks. results: the types of the results.
+    table: all kinds of operations, with their checks.
+    kind: the kind of the new operation, a key of `table`, such as "add".
+    results: the types of the results.
+    attrs: the operation's attributes, by name.
+    Raises EmitError if the operation is invalid.
     """
     if all(isinstance(operand, Value) for operand in operands):
         op = Op(kind, tuple(operands), tuple(map(Value, results)), attrs or {}, current_path())
@@ -64,7 +69,10 @@ def build(
 
 
 def _moves(rule: Callable[[Op], str | None]) -> Callable[[Op], str | None]:
-    """Return the check `rule`, preceded by a check that the element type does not change."""
+    """Return a check that requires equal element types of operand and result, then calls `rule`.
+
+    Like `rule`, it returns an error message for an operation, or None if the operation is valid.
+    """
 
     def with_dtype(op: Op) -> str | None:
         return "the element type changes" if op.operands[0].dtype is not op.results[0].dtype else rule(op)
@@ -229,7 +237,10 @@ def types_of(op: Op) -> str:
 
 
 def number(value, dtype: DType) -> str:
-    """Return an element of an array as MLIR text, which MLIR's parser reads as the same bits."""
+    """Return the MLIR literal of one number, which MLIR's parser reads as the same bits.
+
+    value: a number of the NumPy type `dtype.numpy`; for bf16, a u16 with the bits of the number.
+    """
     if dtype.kind == "bool":
         return "true" if value else "false"
     if dtype.kind != "float":

@@ -36,7 +36,7 @@ def constant(value, dtype: DType, shape: Sequence[int] | None = None) -> Value:
 
 
 def iota(shape: Sequence[int], dim: int, dtype: DType = I32) -> Value:
-    """Append a tensor whose elements are their own indices along dimension `dim`."""
+    """Append a tensor in which each element is its own index in dimension `dim`."""
     return _one("iota", (), TensorType(tuple(shape), dtype), dim=dim)
 
 
@@ -72,10 +72,10 @@ def convert(x: Value, dtype: DType) -> Value:
 
 
 def bitcast_convert(x: Value, dtype: DType) -> Value:
-    """Reinterpret the bits of `x` as `dtype`.
+    """Reinterpret the bits of `x` as elements of type `dtype`.
 
-    If `dtype` is narrower than x's type by a factor n, the result has an additional last dimension
-    n. If it is wider by a factor n, x must have a last dimension n, which the result lacks.
+    If `dtype` is narrower, a last dimension is added: i32 [T] becomes i8 [T, 4]. If it is wider,
+    the last dimension must be the number of elements that are joined: i8 [T, 4] becomes i32 [T].
     """
     shape = x.shape
     if x.dtype.bits < dtype.bits:
@@ -106,7 +106,7 @@ def transpose(x: Value, dims: Sequence[int]) -> Value:
 
 
 def concatenate(parts: Sequence[Value], dim: int) -> Value:
-    """Concatenate `parts` along dimension `dim`; their other extents must be equal."""
+    """Concatenate `parts` along dimension `dim`; all other dimensions must have equal sizes."""
     if not parts:
         raise fail("concatenate", "there are no operands; give at least one")
     if not 0 <= dim < parts[0].type.rank:
@@ -128,9 +128,10 @@ def slice_(x: Value, starts: Sequence[int], limits: Sequence[int]) -> Value:
 
 
 def dynamic_slice(x: Value, starts: Sequence[Value], sizes: Sequence[int]) -> Value:
-    """Return a slice of x with shape `sizes`, which begins at the run-time indices `starts`.
+    """Return the slice of x that has the shape `sizes` and begins at the indices `starts`.
 
-    starts: an i32 scalar for each dimension, clamped so that the slice fits in x.
+    starts: for each dimension, an i32 scalar that is computed at run time. It is clamped so that
+    the slice fits in x.
     """
     if not x.shape and not starts and not sizes:
         # IREE's compiler crashes on a slice without dimensions.
@@ -139,9 +140,10 @@ def dynamic_slice(x: Value, starts: Sequence[Value], sizes: Sequence[int]) -> Va
 
 
 def dynamic_update_slice(x: Value, update: Value, starts: Sequence[Value]) -> Value:
-    """Return x in which `update` replaces the slice that begins at the run-time indices `starts`.
+    """Return a copy of x in which `update` replaces the slice that begins at the indices `starts`.
 
-    starts: an i32 scalar for each dimension, clamped so that `update` fits in x.
+    starts: for each dimension, an i32 scalar that is computed at run time. It is clamped so that
+    `update` fits in x.
     """
     return _one("dynamic_update_slice", (x, update, *starts), x.type)
 
@@ -152,11 +154,11 @@ def dot_general(
     contract: tuple[Sequence[int], Sequence[int]],
     batch: tuple[Sequence[int], Sequence[int]] = ((), ()),
 ) -> Value:
-    """Return the tensor of dot products of `a` and `b`, as StableHLO's `dot_general` does.
+    """Multiply tensors `a` and `b` along given dimensions, as StableHLO's `dot_general` does.
 
-    contract: dimensions of `a` and of `b` over which products are summed. batch: dimensions of `a`
-    and of `b` that are paired. The result has the batch dimensions, then the remaining dimensions
-    of `a`, then those of `b`.
+    contract: (dimensions of a, dimensions of b) over which the products are summed.
+    batch: (dimensions of a, dimensions of b) that both tensors have in common, such as heads.
+    The result has the batch dimensions, then the remaining dimensions of a, then those of b.
     """
     (ca, cb), (ba, bb) = (tuple(map(tuple, contract)), tuple(map(tuple, batch)))
     free_a = tuple(n for i, n in enumerate(a.shape) if i not in ca + ba)
@@ -166,10 +168,11 @@ def dot_general(
 
 
 def reduce(kind: str, x: Value, dims: Sequence[int], exact: bool = False) -> Value:
-    """Return the sum (kind "add") or maximum ("maximum") of x over `dims`, which are removed.
+    """Return the sums or maxima of x over the dimensions `dims`, which the result lacks.
 
-    exact: whether the additions are free of rounding errors in every order. Lowering may then
-    choose the order.
+    kind: "add" for sums, "maximum" for maxima.
+    exact: whether additions in every order give the same sum, as they do for small integers. If so,
+        a later pass may choose the order.
     """
     init = constant(0.0 if kind == "add" else -np.inf, x.dtype, ())
     shape = tuple(n for i, n in enumerate(x.shape) if i not in dims)
@@ -177,7 +180,10 @@ def reduce(kind: str, x: Value, dims: Sequence[int], exact: bool = False) -> Val
 
 
 def argmax(x: Value) -> Value:
-    """Return the index of the largest element of a vector x, the lowest on a tie, as i32 scalar."""
+    """Return the index of the largest element of x, f32 [N], as an i32 scalar.
+
+    If several elements are largest, it is the lowest of their indices.
+    """
     operands = (x, iota(x.shape, 0), constant(-np.inf, F32, ()), constant(0, I32, ()))
     return build(LOWERED, "argmax", operands, (TensorType((), F32), TensorType((), I32)))[1]
 

@@ -31,9 +31,11 @@ ACTIVATIONS = tuple(_ACTIVATIONS)
 class Dense:
     """A linear layer after pooling, followed by an activation and an optional LayerNorm.
 
-    The weight is the tensor `<name>.linear.weight` [features, in]. bias: whether the layer has a
-    bias. activation: one of `ACTIVATIONS`. norm: epsilon of the LayerNorm `<name>.norm`, and
-    whether this norm has a bias; None if there is no norm.
+    name: path of the layer in the checkpoint; its weight is `<name>.linear.weight` [features, in].
+    features: number of output features.
+    bias: whether the linear layer has a bias.
+    activation: one of `ACTIVATIONS`.
+    norm: (epsilon, whether the norm has a bias) of the LayerNorm `<name>.norm`; None for no norm.
     """
 
     name: str
@@ -57,10 +59,11 @@ def _mean(step: Step, x: Value, chunks: bool) -> Value:
 
 @dataclass(frozen=True)
 class Pooling:
-    """The rule by which the hidden states of a text's tokens become one embedding.
+    """How the hidden states of a text's tokens become one embedding.
 
-    mode: "mean", "last" or "cls" (the hidden state of the first token). dense: linear layers after
-    the pooling. normalised: whether the embedding is scaled to length 1.
+    mode: "mean" of all tokens, "last" for the last token, or "cls" for the first token.
+    dense: linear layers that are applied after the pooling.
+    normalised: whether the embedding is scaled to length 1.
     """
 
     mode: str
@@ -68,18 +71,20 @@ class Pooling:
     normalised: bool = True
 
     def states(self, hidden: int) -> list[State]:
-        """Return the states that pooling carries between calls, if a long text needs several calls.
+        """Return the buffers that pooling needs between the calls that encode one long text.
 
         For "mean" this is the sum of the text's hidden states so far, [1, hidden]. Other modes need
-        no state.
+        no buffer.
         """
         return [State(SUM, (1, hidden), "recurrent", layers=(0,))] if self.mode == "mean" else []
 
     def pool(self, step: Step, x: Value, chunks: bool) -> Value:
-        """Return the embedding f32 [features] of hidden states x [T, hidden].
+        """Append the pooling to the function being built; return the embedding, f32 [features].
 
+        step: the inputs and states of the function being built.
+        x: the hidden states of a call's tokens, [T, hidden].
         chunks: whether a long text may be encoded in several calls. If so, the mean after each call
-        includes the tokens of earlier calls.
+            includes the tokens of earlier calls.
         """
         if self.mode == "cls" and chunks:
             raise EmitError("pooling 'cls' does not support causal models; use pooling 'mean' or 'last'")

@@ -22,7 +22,7 @@ SCOPE = "model"
 
 
 def print_module(module: Module, weights: str = "parameters") -> str:
-    """Return the MLIR text of a lowered module.
+    """Return the MLIR text of a module that has only StableHLO operations and kernel calls.
 
     weights: "parameters" prints weights as IREE's globals, "arguments" as function arguments.
     """
@@ -40,7 +40,7 @@ def print_module(module: Module, weights: str = "parameters") -> str:
 
 
 def print_layers(module: Module) -> str:
-    """Return the MLIR text of a module that is not lowered yet.
+    """Return the MLIR text of a module that has layer operations, such as attention.
 
     Layer operations belong to no MLIR dialect, so MLIR's tools read the text only with
     --allow-unregistered-dialect.
@@ -93,7 +93,7 @@ def _function(module: Module, function: Graph, weights: str, table: Table = LOWE
 
 
 def argument_name(param: str, taken: Collection[str] = ()) -> str:
-    """Return a valid SSA name for the parameter called `param` that is not in `taken`."""
+    """Return an SSA name for the weight `param` that is valid in MLIR and is not in `taken`."""
     name = re.sub(r"[^\w.$-]", "_", param, flags=re.ASCII)
     # Other names begin with a digit (results), an underscore (values in regions), index_ or i32_ (operands of kernels).
     if not name[:1].isalpha() or name.startswith(("index_", "i32_")):

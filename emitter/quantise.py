@@ -1,20 +1,22 @@
-"""Quantisation of weights to blocks, such as q4_k: search scales and codes, then pack the blocks.
+"""Quantise weights to blocks, such as q4_k: search scales and codes, then pack them into bytes.
 
-The elements x of a group share a scale. The search minimises their weighted squared error:
+A code is the integer that is stored for an element. A group of elements shares a scale and, in some
+formats, a minimum: the value of an element is scale * code + minimum. For each group, the search
+minimises the weighted squared error:
 
-1. It rounds x to several grids (evenly spaced values) of different widths. A code is the integer
-   that selects a grid value.
-2. For the codes of each grid, the best scale and minimum have a closed form. The best grid wins.
-3. In K-quants, scales are rounded to integer multiples of the block's scale, and minima are fitted
-   again.
-4. Codes are rounded again, with the scales and minima as they are stored.
+1. It rounds the elements to codes with several candidate scales.
+2. For the codes of each candidate, it computes the best scale and minimum in closed form. Then it
+   selects the candidate with the smallest error.
+3. In K-quants, it rounds the scales to integer multiples of one scale of the block, then fits the
+   minima again and rounds them, too.
+4. It rounds the elements to codes again, with the scales and minima as they are stored.
 
 The search is that of ggml's `make_qx_quants` and `make_qkx2_quants`, except for one thing: Without
 an importance matrix, ggml gives larger elements a larger weight. Here all elements have the same
 weight, which minimises the mean square error.
 
-The search stores elements as [group, n]: n groups are the columns, and the rows are the elements of
-a group. So every step reads contiguous memory.
+The search stores elements as [group, n], with a column for each of n groups, so that every step
+reads contiguous memory.
 """
 
 from __future__ import annotations
@@ -39,13 +41,14 @@ _SIX_BITS = 63
 
 @dataclass(frozen=True)
 class Encoder:
-    """How a codec quantises: the range of codes, the scales to try, and the packing of blocks.
+    """How weights are quantised to one format: range of codes, scales to try, packing of blocks.
 
     low, high: smallest and largest code; codes outside this range are clipped.
-    steps: for each s in `steps`, the search tries one scale of a group. If the codec has minima,
-        the scale is (max - min) / (high + s). If not, it is x / (low - s), where x is the element
-        of largest magnitude.
-    join: packs the codes and scales of n blocks to bytes, u8 [n, block_bytes].
+    steps: f32 [k]. For each group of elements, the search tries k scales, one for each s in
+        `steps`. If groups have a minimum, the scale is (max - min) / (high + s), where max and min
+        are those of the group. Otherwise it is x / (low - s), where x is the element of largest
+        magnitude.
+    join: a function that packs the codes and scales of n blocks to bytes, u8 [n, block_bytes].
     """
 
     low: int
@@ -55,11 +58,13 @@ class Encoder:
 
 
 def convert(source: str, raw: np.ndarray, target: str, importance: np.ndarray | None = None) -> np.ndarray:
-    """Convert the rows of a weight from codec `source` to codec `target`, on several threads.
+    """Convert a weight [..., in] from codec `source` to codec `target`, on several threads.
 
+    source, target: names of storage formats, such as "bf16" and "q4_k".
     raw: the stored rows, u8 [..., row_bytes]. The result has the same shape, but the row_bytes of
-    `target`.
-    importance: positive f32 [in], the weight of the squared errors of each column; None: all 1.
+        `target`.
+    importance: positive f32 [in]. Squared errors in column i are multiplied by importance[i].
+        None stands for all 1.
     Raises ValueError for numbers that the target codec cannot store.
     """
     features = in_features_of(codec_of(source), raw)
@@ -81,7 +86,9 @@ def convert(source: str, raw: np.ndarray, target: str, importance: np.ndarray | 
 def encode(codec_name: str, values: np.ndarray, importance: np.ndarray | None = None) -> np.ndarray:
     """Quantise values f32 [rows, in] to the stored rows of a codec, u8 [rows, row_bytes].
 
-    importance: positive f32 [in], the weight of the squared errors of each column; None: all 1.
+    codec_name: name of a storage format, such as "q4_k".
+    importance: positive f32 [in]. Squared errors in column i are multiplied by importance[i].
+        None stands for all 1.
     Raises ValueError for numbers that the codec cannot store.
     """
     codec, (rows, features) = codec_of(codec_name), values.shape
@@ -119,9 +126,10 @@ def _codes(encoder: Encoder, x: np.ndarray, inverse: np.ndarray, out: np.ndarray
 
 
 def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-    """Return the best scale of each of n groups, f32 [n].
+    """Return the best scale of each of n groups of elements, f32 [n].
 
-    It minimises the error of `scale * code`, where each code is an integer of the codec's range.
+    The best scale minimises the squared error of `scale * code`, where each element's code is an
+    integer from encoder.low to encoder.high.
     x: the elements, [group, n]: a column for each group.
     weights: the weight of each squared error, [group, n]; None: all 1.
     """
@@ -143,10 +151,10 @@ def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.n
 def _scales_and_minima(
     encoder: Encoder, x: np.ndarray, weights: np.ndarray | None, negative: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the best scale and the best minimum of each of n groups, f32 [n] each.
+    """Return the best scale and the best minimum of each of n groups of elements, f32 [n] each.
 
-    They minimise the error of `scale * code + minimum`, where each code is an integer of the
-    codec's range.
+    They minimise the squared error of `scale * code + minimum`, where each element's code is an
+    integer from encoder.low to encoder.high.
     x: the elements, [group, n]: a column for each group.
     weights: the weight of each squared error, [group, n]; None: all 1.
     negative: whether minima are limited to numbers <= 0, as K-quants store them.
@@ -177,12 +185,13 @@ def _scales_and_minima(
 
 
 def _as_factors(values: np.ndarray, groups: int, high: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Round values to d * factor, with one d for each block and one integer factor for each value.
+    """Round the scales of groups to d * factor: an f16 d for each block, an integer for each group.
 
-    values: [n], a value for each group of elements. groups: number of groups in a block.
-    high: the factor of the value of largest magnitude in a block: -128 for factors from -128 to
-    127, or 63 for factors from 0 to 63.
-    Returns d [blocks] f16, the factors [blocks, groups], and the rounded values [n] f32.
+    values: the scales, or the minima, of n groups, [n].
+    groups: number of groups in a block.
+    high: -128 for factors from -128 to 127, or 63 for factors from 0 to 63. In each block, the
+        value of largest magnitude gets the factor `high`.
+    Returns d [blocks] f16, the factors [blocks, groups], and d * factor [n] f32.
     """
     by_block = values.reshape(-1, groups)
     largest = np.take_along_axis(by_block, np.abs(by_block).argmax(axis=1)[:, None], axis=1)
@@ -193,7 +202,7 @@ def _as_factors(values: np.ndarray, groups: int, high: int) -> tuple[np.ndarray,
 
 
 def _rounded(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return `values` rounded to f16, as an array of f16 and as one of f32."""
+    """Round `values` to f16; return them as f16 and, converted back, as f32."""
     stored = values.astype(np.float16)
     return stored, stored.astype(np.float32)
 
@@ -237,11 +246,11 @@ def _halves(*numbers: np.ndarray) -> list[np.ndarray]:
 
 
 def _planes(codes: np.ndarray, run: int, bits: int) -> np.ndarray:
-    """Pack codes [n, k] of `bits` bits into bytes [n, k * bits / 8].
+    """Pack codes of `bits` bits, u8 [n, k], into bytes, u8 [n, k * bits / 8].
 
-    Codes that share a byte are `run` codes apart, the first one in the lowest bits. For example,
-    with 4 bits and a run of 2, the codes 1, 3, 2, 4 become the bytes 0x21, 0x43: 1 and 3 are the
-    low halves, 2 and 4 the high halves.
+    Each `run` bytes contain the next run * 8 / bits codes: the first `run` codes in the lowest bits
+    of these bytes, the next `run` codes in the next bits, and so on. For example, with 4 bits and a
+    run of 2, the codes 1, 3, 2, 4 become the bytes 0x21, 0x43.
     """
     fields = codes.reshape(len(codes), -1, 8 // bits, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
@@ -258,9 +267,9 @@ def _six_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
 
 
 def _join_32(offset: int, bits: int) -> Callable[[Parts], np.ndarray]:
-    """Return a function that packs `Parts` to blocks of the format q4_0, q4_1, q5_0 or q5_1.
+    """Return a function that packs codes and scales to blocks of 32: q4_0, q4_1, q5_0 or q5_1.
 
-    bits: size of a stored code. offset: added to each code, so that stored codes are unsigned.
+    offset: number that is added to each code to make it unsigned. bits: size of a code, 4 or 5.
     """
 
     def join(parts: Parts) -> np.ndarray:

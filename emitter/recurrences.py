@@ -1,9 +1,9 @@
 """Layer operations with a recurrent state: causal convolution, gated delta rule, selective scan.
 
-The size of a recurrent state does not depend on the length of the sequence. Each layer has a slice
-of the state. The results are the same whether tokens come one by one, in chunks, padded, or in a
-batch with other sequences. `layer` is a layer's index in the model; `State.layers` has the indices
-of the layers that use a state.
+The size of a recurrent state does not depend on the length of the sequence. A state has a slice for
+each layer that uses it, and `State.layers` lists these layers. The argument `layer` is a layer's
+index in the model. The results are the same whether tokens come one by one, in chunks, padded, or
+in a batch with other sequences.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from castiron.emitter.types import I32
 def causal_conv(step: Step, layer: int, x: Value, name: str, bias: bool) -> Value:
     """Apply the depthwise causal `torch.nn.Conv1d` called `name` to x [T, features].
 
-    Return y [T, features], where y_t = bias + sum over i of w_i x_(t - n + 1 + i). The filters w
-    are `<name>.weight` [features, 1, n]; n is the kernel size. The state `conv` [layers, n - 1,
-    features] has the latest n - 1 rows of x, oldest first.
+        y_t = bias + sum over i < n of w_i x_(t - n + 1 + i)
+
+    Return y [T, features]. n is the kernel size, and w is the weight `<name>.weight` [features, 1,
+    n]. The rows of x before this call are in the state `conv` [layers, n - 1, features], which
+    stores the latest n - 1 rows, oldest first.
+    layer: the layer's index in the model. bias: whether the convolution has a bias.
     """
     positions = step.states["conv"].shape[1] + 1
     with scope(name):
@@ -40,10 +43,12 @@ def gated_delta(step: Step, layer: int, q: Value, k: Value, v: Value, a: Value, 
 
         S_t = exp(g_t) S_(t-1) + k_t (beta_t (v_t - exp(g_t) k_t S_(t-1))),  out_t = q_t S_t / sqrt(k_dim)
 
-    q, k: [T, k_heads, k_dim], first divided by their L2 norm (epsilon 1e-6 under the root).
+    layer: the layer's index in the model.
+    q, k: [T, k_heads, k_dim]. The operation itself divides each head by its L2 norm, the root of
+        (sum of squares + 1e-6).
     v: [T, v_heads, v_dim]. Each head of q and k is used for v_heads / k_heads heads of v.
-    a, b: [T, v_heads]. g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b), with the
-    weights `A_log` and `dt_bias` [v_heads].
+    a, b: [T, v_heads], from which g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b) are
+        computed. `A_log` and `dt_bias` are weights [v_heads].
     S is the state `delta` [layers, v_heads, k_dim, v_dim]. The result is [T, v_heads, v_dim].
     """
     rates = _rate(step, v.shape[1]), step.vector("dt_bias", (v.shape[1],))
@@ -55,10 +60,12 @@ def selective_scan(step: Step, layer: int, x: Value, dt: Value, b: Value, c: Val
 
         S_t = exp(A d_t) S_(t-1) + d_t x_t B_t,  y_t = S_t C_t + D x_t
 
-    x and y are [T, heads, head_dim], and dt is [T, heads]; d = softplus(dt + dt_bias) and A =
-    -exp(A_log). B and C are [T, groups, n]; each group is used for heads / groups heads. The
-    weights `A_log`, `D` and `dt_bias` are [heads]. S is the state `scan` [layers, heads, head_dim,
-    n].
+    layer: the layer's index in the model.
+    x and the result y: [T, heads, head_dim].
+    dt: [T, heads], from which d = softplus(dt + dt_bias) is computed.
+    b, c: B and C of the formula, [T, groups, n]. Each group is used for heads / groups heads.
+    A = -exp(A_log). `A_log`, `D` and `dt_bias` are weights [heads]. S is the state `scan` [layers,
+    heads, head_dim, n].
     """
     heads = x.shape[1]
     vectors = _rate(step, heads), step.vector("dt_bias", (heads,)), step.vector("D", (heads,))
@@ -70,11 +77,13 @@ def _rate(step: Step, heads: int) -> Value:
 
 
 def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: str, like: Value) -> Value:
-    """Append an operation that updates a layer's slice of the recurrent state `name`.
+    """Append an operation that reads and updates a layer's recurrent state; return its output.
 
-    kind: the type of the operation. operands: its inputs in addition to the state. The operation
-    has two results: the output of the layer, which is returned and has the type of `like`, and the
-    new state, which replaces the old one in `step.states`.
+    kind: the type of the operation, such as "gated_delta".
+    operands: its inputs in addition to the state.
+    layer: the layer's index in the model.
+    name: the name of the state. `step.states[name]` is replaced by the new state.
+    like: a value with the type of the output.
     """
     state = step.states[name]
     numbers = (step.start,) + ((step.length,) if step.length is not None else ())
@@ -86,8 +95,9 @@ def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: s
 def _index(step: Step, kind: str, name: str, layer: int, operands: Sequence[Value] = ()) -> int:
     """Return the index of a layer's slice in the recurrent state `name`.
 
-    Only some layers have a slice; the others raise EmitError, which names the operation (its type
-    `kind` and its operands). layer: the layer's index in the model.
+    layer: the layer's index in the model.
+    kind, operands: the operation that needs the state, for the error message.
+    Raises EmitError if the state has no slice for this layer.
     """
     record = step.records[name]
     if record.kind != "recurrent" or layer not in record.layers:
@@ -103,11 +113,12 @@ def recurrent(step: Step, name: str, layer: int) -> Value:
 
 
 def carry(step: Step, name: str, layer: int, after: Value) -> None:
-    """Store a layer's recurrent state `name` after this call, for the next call.
+    """Store a layer's recurrent state `name` at the end of a call, for the next call.
 
+    layer: the layer's index in the model.
     after: the layer's state after each of the T tokens, [T, ...]. If the tokens belong to one
-    sequence, the state after the last token that is not padding is stored. If they are a batch of
-    T sequences, the state of each sequence is stored, except for idle sequences.
+        sequence, the state after the last token that is not padding is stored. If they are a batch
+        of T sequences, the state of each sequence is stored, except for idle sequences.
     """
     state, before = step.states[name], recurrent(step, name, layer)
     if after.shape != (wanted := (step.tokens.shape[0], *state.shape[1:])):
@@ -118,8 +129,9 @@ def carry(step: Step, name: str, layer: int, after: Value) -> None:
 
 
 def of_layer(state: Value, layer: int, sequences: int) -> Value:
-    """Return the slice [sequences, ...] of one layer from a state [sequences * layers, ...].
+    """Return one layer's slice [sequences, ...] of a state [sequences * layers, ...].
 
+    Dimension 0 has all layers of the first sequence, then those of the second, and so on.
     layer: the layer's index among the layers that have this state.
     """
     per, own = state.shape[0] // sequences, state.shape[1:]
@@ -129,9 +141,12 @@ def of_layer(state: Value, layer: int, sequences: int) -> Value:
 
 
 def with_layer(state: Value, layer: int, after: Value) -> Value:
-    """Return `state` [sequences * layers, ...] with the slice of one layer replaced by `after`.
+    """Return a copy of `state` in which `after` replaces one layer's slice.
 
-    layer: the layer's index among the layers that have this state. after: [sequences, ...].
+    state: [sequences * layers, ...]. Dimension 0 has all layers of the first sequence, then those
+        of the second, and so on.
+    layer: the layer's index among the layers that have this state.
+    after: [sequences, ...].
     """
     sequences, own = after.shape[0], state.shape[1:]
     zero = ops.constant(0, I32, ())
@@ -142,9 +157,10 @@ def with_layer(state: Value, layer: int, after: Value) -> Value:
 
 
 def where_active(positions: Value, after: Value, before: Value) -> Value:
-    """Return `after` for active sequences, and `before` for idle ones, whose position is negative.
+    """Return, for each sequence, `after` if the sequence is active, or `before` if it is idle.
 
-    positions: i32 [sequences]. after, before, and the result: [sequences, ...].
+    positions: i32 [sequences]; a negative position marks an idle sequence.
+    after, before, and the result: [sequences, ...], such as states after and before a call.
     """
     runs = ops.compare("GE", positions, ops.constant(0, I32, positions.shape))
     return ops.select(ops.broadcast_in_dim(runs, after.shape, (0,)), after, before)

@@ -1,7 +1,7 @@
 """Rotary frequencies and tables for every supported `rope_scaling` (HF `modeling_rope_utils`).
 
-Frequencies are rounded to f32 after each operation, as in torch. So they differ from those of HF by
-at most one or two units in the last place.
+Frequencies are computed in f32, as in HF. They differ from HF's by at most one or two units in the
+last place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Rotary:
     """The frequencies of a rotary embedding.
 
     inv_freq: radians per position, f32 [rotary_dim / 2].
-    positions: the max sequence length. For longer sequences, some scalings have other frequencies.
+    positions: the max sequence length for which these frequencies are valid.
     attention_factor: the number by which cos and sin are multiplied (YaRN, LongRoPE).
     """
 
@@ -30,17 +30,17 @@ class Rotary:
     attention_factor: float = 1.0
 
     def table(self, positions: int, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return the table of `function` (cos or sin), f32 [positions, rotary_dim / 2].
+        """Return the table of cos or sin, f32 [positions, rotary_dim / 2].
 
-        An entry is `function(position * frequency) * attention_factor`. The angle is rounded to
-        f32, as in HF.
+        function: np.cos or np.sin. An entry is `function(position * frequency) * attention_factor`,
+        with the angle rounded to f32, as in HF.
         """
         angle = np.arange(positions, dtype=np.float32)[:, None] * self.inv_freq[None, :]
         return (function(angle.astype(np.float64)).astype(np.float32) * np.float32(self.attention_factor)).astype(np.float32)
 
 
 def check_entry(entry: Mapping) -> None:
-    """Raise EmitError if a config's `rope_scaling` has an invalid value, also in nested objects."""
+    """Raise EmitError if a value in a config's `rope_scaling` is invalid, also if it is nested."""
     for key, value in entry.items():
         if isinstance(value, Mapping) and key not in _VALUES:
             check_entry(value)
@@ -114,7 +114,11 @@ def _llama3(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
 
 
 def _yarn(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
-    """Return YaRN's frequencies (arXiv:2309.00071), with the attention factor of section 3.4."""
+    """Return YaRN's frequencies (arXiv:2309.00071), with the attention factor of section 3.4.
+
+    dim: number of rotated features of a head. scaling: the config's `rope_scaling`. positions: the
+    model's max sequence length.
+    """
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
 
     def mscale(scale: float, m: float = 1.0) -> float:
@@ -142,11 +146,14 @@ def _yarn(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
 
 
 def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
-    """Return LongRoPE's frequencies (arXiv:2402.13753): each is divided by its `short_factor`.
+    """Return LongRoPE's frequencies (arXiv:2402.13753): number i is divided by `short_factor[i]`.
 
-    HF divides by `long_factor` instead, for all tokens, once a sequence exceeds the original
-    length. That would invalidate cached keys. So castiron uses `short_factor` only, and supports
-    only positions up to the original length.
+    dim: number of rotated features of a head. scaling: the config's `rope_scaling`. positions: the
+    model's max sequence length.
+
+    Once a sequence exceeds the original length, HF divides by `long_factor` instead, for all
+    tokens. That would invalidate cached keys. So castiron uses only `short_factor`, and limits
+    positions to the original length if the two factors differ.
     """
     original = scaling["original_max_position_embeddings"]
     short, long = (np.array(scaling[f"{length}_factor"], np.float32) for length in ("short", "long"))
@@ -167,8 +174,10 @@ def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotar
 def proportional(theta: float, dim: int, share: float, factor: float, positions: int) -> Rotary:
     """Return the frequencies of Gemma 4's "proportional" rope, which rotates a part of each head.
 
-    Of dim / 2 frequencies, the fraction `share` (0 to 1), from the first one on, is
-    theta ** (-2i / dim) / factor. The others are zero, so their features are not rotated.
+    Frequency i is theta ** (-2i / dim) / factor if i < share * dim / 2. All other frequencies are
+    0, so their features are not rotated.
+    dim: number of features of a head. share: the fraction of them that is rotated, 0 to 1.
+    positions: the model's max sequence length.
     """
     _check_base(theta, dim)
     inv_freq = np.where(np.arange(dim // 2) < int(share * dim // 2), _base(theta, dim), np.float32(0))
@@ -197,9 +206,11 @@ WITH_ORIGINAL_LENGTH = frozenset(kind for kind, (_, needed, _) in _KINDS.items()
 def rotary(theta: float, rotary_dim: int, scaling: Mapping | None, max_positions: int) -> Rotary:
     """Return the frequencies of a rotary embedding over `rotary_dim` features of each head.
 
+    theta: base of the frequencies (the config's `rope_theta`).
     scaling: the config's `rope_scaling` or `rope_parameters`, None if it has neither.
     max_positions: the config's `max_position_embeddings`, which is also the default of
-    `original_max_position_embeddings`. Raise EmitError for an unknown or incomplete scaling.
+        `original_max_position_embeddings`.
+    Raises EmitError for an unknown or incomplete scaling.
     """
     check_entry(scaling or {})
     _check_base(theta, rotary_dim)

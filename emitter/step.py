@@ -19,18 +19,19 @@ from castiron.emitter.types import DTYPES, F32, EmitError, TensorType
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A tensor that the model reads: a tensor of the checkpoint, or one made of several.
+    """A tensor that the model reads: a tensor of the checkpoint, or one made from several.
 
-    codec: the codec in which the bundle stores the weight (a key of `CODECS` in `emitter.codecs`).
-    transform: a function applied to the f32 values before they are stored; then the codec is f32.
+    codec: the format in which the bundle stores the weight (a key of `CODECS` in `emitter.codecs`).
+    transform: a function that is applied to the f32 values before they are stored. Then the codec
+        is f32.
     values: a function that computes the tensor, if it is not in the checkpoint.
-    parts: the checkpoint tensors (name, shape) whose rows are stacked; default: the tensor `name`.
+    parts: (name, shape) of the checkpoint tensors whose rows are stacked; default: tensor `name`.
     groups, rows: select some of the stacked rows, such as those of q in a fused qkv projection. The
         rows are divided into `groups` equal groups, and the weight has rows[0] to rows[1] - 1 of
         each group. By default, it has all rows.
-    apart: (number of heads, n), to reorder the first n rows of each head for rotary embeddings. The
-        checkpoint has them in interleaved pairs. The bundle stores rows 0, 2, 4, ... of each head
-        before rows 1, 3, 5, ..., as `rope` expects.
+    apart: (number of heads, n), to reorder the first n rows of each head for rotary embeddings. In
+        the checkpoint, rows 2i and 2i + 1 are rotated together. The bundle stores rows 0, 2, 4, ...
+        of each head before rows 1, 3, 5, ...
     """
 
     name: str
@@ -45,15 +46,19 @@ class Weight:
 
     @property
     def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return the name and shape of every checkpoint tensor of this weight."""
+        """Return (name, shape) of each checkpoint tensor from which this weight is made.
+
+        It is empty if `values` computes the weight.
+        """
         if self.values is not None:
             return ()
         return self.parts or ((self.name, self.shape),)
 
     def raw(self, *tensors: np.ndarray) -> np.ndarray:
-        """Return the stored bytes of this weight, u8 [*shape[:-1], row_bytes].
+        """Return the bytes of this weight's rows, u8 [*shape[:-1], row_bytes].
 
-        tensors: the bytes of the tensors in `self.tensors`, in this order, in the weight's codec.
+        tensors: the bytes of each checkpoint tensor of `self.tensors`, in the weight's codec. The
+        method stacks their rows, then selects and reorders them (see `rows`, `groups`, `apart`).
         """
         if self.rows is None and self.apart is None and len(tensors) == 1:
             return tensors[0]
@@ -73,10 +78,11 @@ class Weight:
 
 
 def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source:
-    """Return a `Source`, which computes a stored parameter from checkpoint tensors.
+    """Return the recipe for an array of the weights file: the checkpoint tensors and a function.
 
-    weights: the weights that the parameter consists of. pack: gets the bytes of each weight,
-    u8 [*shape[:-1], row_bytes], and returns the array to store.
+    weights: the weights that the array consists of.
+    pack: a function that gets the bytes of each weight, u8 [*shape[:-1], row_bytes], and returns
+        the array to store.
     """
 
     def pack_tensors(*tensors: np.ndarray) -> np.ndarray:
@@ -87,12 +93,12 @@ def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source
 
 
 class ModelModule(Module):
-    """A module of layer operations before lowering.
+    """The functions of a model as graphs of layer operations, such as attention, before lowering.
 
     codecs: a function from the name of a checkpoint tensor to the codec in which it is stored.
-    orders: for weights whose columns are permuted, as in GPTQ's act-order: the weight's name, and
-        the name of the tensor that contains the permutation.
-    reordered: those weights of `orders` that a layer has read so far.
+    orders: for weights whose columns are permuted, as with GPTQ's act-order. Maps the name of the
+        weight to the name of the tensor that contains the permutation.
+    reordered: the names of those weights of `orders` that a layer has read so far.
     weights: the tensors and tables that the module reads, by name.
     """
 
@@ -103,11 +109,12 @@ class ModelModule(Module):
 
     @contextmanager
     def step(self, entry: Function, states: Sequence[State], context: int) -> Iterator[Step]:
-        """Add the function `entry` to the module; yield the `Step` with its inputs and states.
+        """Add a function to the module; yield a `Step`, which has the function's inputs and states.
 
-        In the `with` block, the layers that get this `Step` append their operations to the
-        function. states: the KV caches and recurrent states that the function updates. context:
-        the max number of tokens in a sequence.
+        Layers called in the `with` block append their operations to the function.
+        entry: the function's role and number of tokens.
+        states: the KV caches and recurrent states that the function updates.
+        context: the max number of tokens in a sequence.
         """
         for state in states:
             if problem := state.problem():
@@ -136,17 +143,19 @@ class ModelModule(Module):
 class Step:
     """The function that is being built: its inputs and its states (KV caches, recurrent states).
 
+    module: the module that gets the function.
     role: what the function does: "decode", "prefill" or another key of `abi.ROLES`.
-    tokens: token ids, i32 [T]: of one sequence, or in a batch one of each of T sequences.
-    start: the first token's position, i32; in a batch the position of each token, i32 [T], which
-        is negative for an idle sequence.
+    tokens: token ids, i32 [T]: T tokens of one sequence, or in a batch one token of each of T
+        sequences.
+    start: the position of the first token, i32; in a batch the position of each token, i32 [T],
+        which is negative for an idle sequence.
     length: how many tokens are not padding, i32; None if there is no padding.
     states: the current value of each state, by name. Layer operations replace this value.
         Dimension 0 is the layers; in a batch, it is the layers of the first sequence, then those
         of the second, and so on.
     records: the `State` (shape, kind, layers) of each value in `states`, by name.
     context: the max number of tokens in a sequence.
-    hidden: the final hidden states, which were the input of the LM head.
+    hidden: the final hidden states of the tokens; None until the layers are built.
     reordered: a cache of values whose features were permuted to match a weight with permuted
         columns. Key: (original value, name of the tensor that contains the permutation).
     """
@@ -164,41 +173,52 @@ class Step:
 
     @property
     def mode(self) -> str:
-        """Return how layers treat the tokens: as `role`, but "embed" and "encode" as "prefill"."""
+        """Return "prefill" if the role is "embed" or "encode", otherwise the role.
+
+        Layers treat the tokens of these three roles in the same way.
+        """
         return "prefill" if self.role in ("embed", "encode") else self.role
 
     @property
     def sequences(self) -> int:
-        """Return the number of sequences whose states the function takes."""
+        """Return how many sequences a call of the function processes: T for a batch, else 1."""
         return self.tokens.shape[0] if self.mode == "batch" else 1
 
     def cache_of(self, layer: int) -> tuple[tuple[str, str], int]:
-        """Return ((name of the key state, name of the value state), index) of a layer's KV cache.
+        """Return where a layer's KV cache is: ((name of key state, name of value state), index).
 
+        layer: the layer's index in the model.
         index: the layer's index in dimension 0 of both states.
         """
         keys, values = (s for s in self.records.values() if layer in s.layers and s.kind != "recurrent")
         return (keys.name, values.name), keys.layers.index(layer)
 
     def weight(self, name: str, shape: Sequence[int], codec: str | None = None, transform=None) -> Value:
-        """Return the checkpoint tensor `<module path>.<name>`, of type f32 in the graph.
+        """Return the checkpoint tensor `<module path>.<name>` as a value of type f32.
 
-        codec: how the bundle stores the tensor (default: `module.codecs` decides). transform: a
-        function applied to the tensor's f32 values before they are stored.
+        The module path is that of the current scope, such as "model.layers.0.mlp".
+        codec: the format in which the bundle stores the tensor; by default `module.codecs` decides.
+        transform: a function that is applied to the tensor's f32 values before they are stored.
         """
         full = ".".join(filter(None, (current_path(), name)))
         return self.module.weight(Weight(full, tuple(shape), codec or self.module.codecs(full), transform))
 
     def vector(self, name: str, shape: Sequence[int], transform=None) -> Value:
-        """Return the checkpoint tensor `<module path>.<name>`, such as a bias, stored in f32."""
+        """Return the checkpoint tensor `<module path>.<name>`, such as a bias, stored in f32.
+
+        transform: a function that is applied to the tensor's values before they are stored.
+        """
         return self.weight(name, shape, "f32", transform)
 
     def stack(self, name: str, parts: Sequence[str], shape: Sequence[int]) -> Value:
-        """Return the tensors `<module path>.<part>`, all of one shape, stacked as weight `name`.
+        """Stack checkpoint tensors of one shape to one weight, and return it.
 
-        Tensors [out, in] become [len(parts) * out, in], vectors [n] become [len(parts), n]. The
-        stack is stored in the codec of the tensors, or in f32 if the tensors are vectors or have
-        different codecs.
+        name: the name of the new weight.
+        parts: the names of the tensors, in order. Names are relative to the current module path.
+        shape: the shape of each tensor. Tensors [out, in] become [len(parts) * out, in], and
+            vectors [n] become [len(parts), n].
+        The stack is stored in the codec of the tensors, or in f32 if the tensors are vectors or
+        have different codecs.
         """
         path = current_path()
         names = [f"{path}.{part}" for part in parts]
@@ -209,5 +229,8 @@ class Step:
         return self.module.weight(full)
 
     def table(self, name: str, shape: Sequence[int], values: Callable[[], np.ndarray]) -> Value:
-        """Return an f32 table of `shape` that `values` computes when the weights are packed."""
+        """Return an f32 tensor that is not in the checkpoint, such as a table of cosines.
+
+        values: a function that computes the tensor when the weights file is written.
+        """
         return self.module.weight(Weight(name, tuple(shape), values=values))

@@ -28,10 +28,13 @@ def is_positive(value: object) -> bool:
 
 @dataclass(frozen=True)
 class DType:
-    """An element type: StableHLO name, number of bits, and NumPy dtype.
+    """An element type.
 
-    kind: "float", "int" or "bool". numpy: the dtype of arrays; NumPy has no bf16, so arrays of
-    bf16 are uint16, with the bits of each number.
+    name: as in StableHLO, such as "bf16".
+    bits: size of an element.
+    kind: "float", "int" or "bool".
+    numpy: the dtype of NumPy arrays. NumPy has no bf16, so arrays of bf16 are uint16, with the bits
+        of each number.
     """
 
     name: str
@@ -55,7 +58,7 @@ DTYPES: dict[str, DType] = {d.name: d for d in (F32, F16, BF16, I1, I8, I32)}
 
 @dataclass(frozen=True)
 class TensorType:
-    """A ranked tensor with static extents; `TensorType((), I32)` is a scalar."""
+    """The type of a tensor with a static shape; `TensorType((), I32)` is an i32 scalar."""
 
     shape: tuple[int, ...]
     dtype: DType
@@ -83,14 +86,20 @@ class TensorType:
 
 
 def to_f32(array: np.ndarray, dtype: DType) -> np.ndarray:
-    """Return an array of f32, f16 or bf16 numbers (bf16 as uint16) as f32, without rounding."""
+    """Convert an array of `dtype` to f32, which is exact.
+
+    dtype: f32, f16 or bf16; an array of bf16 is uint16, with the bits of each number.
+    """
     if dtype is BF16:
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32)
 
 
 def from_f32(array: np.ndarray, dtype: DType) -> np.ndarray:
-    """Return an f32 array rounded to nearest even as `dtype`; bf16 is returned as uint16 bits."""
+    """Round an f32 array to the float type `dtype`, ties to even.
+
+    A result of type bf16 is a uint16 array, with the bits of each number.
+    """
     if dtype is not BF16:
         return array.astype(dtype.numpy)
     bits = np.array(array, np.float32, order="C").view(np.uint32)

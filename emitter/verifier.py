@@ -1,4 +1,4 @@
-"""The verifier of a finished module: it checks definitions, uses, types, names and operations."""
+"""The verifier of a module: it checks definitions, uses, types, names and operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from castiron.emitter.types import DTYPES, EmitError, TensorType
 
 
 def check(module: Module, table: Table) -> None:
-    """Raise EmitError for the first problem of a module.
+    """Raise EmitError if a module is invalid; the message describes the first problem.
 
     table: the allowed operations: `layer_operations.LAYERS` before lowering, and
     `operations.LOWERED` after it.

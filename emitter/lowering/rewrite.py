@@ -1,4 +1,4 @@
-"""Copy a function into another module, with operations replaced by rules."""
+"""Copy the graph of a function into another module, with some operations replaced."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ Rule = Callable[..., Any]
 
 
 def rewrite(function: Graph, rules: Mapping[str, Rule], into: Module) -> None:
-    """Add a copy of `function` to the module `into`, with operations replaced by `rules`.
+    """Add a copy of `function` to the module `into`, with some operations replaced.
 
-    rules: by kind of operation, a function that gets the operation and its new operands, and
-    returns the values that replace the results. Operations of other kinds are copied.
+    rules: maps a kind of operation, such as "linear", to a function that appends the replacement.
+        This function gets the operation and the operation's operands in the copy. It returns the
+        values that replace the results. Operations of kinds that `rules` lacks are copied.
     """
     inputs = [Value(v.type, v.name) for v in function.inputs]
     mapped: dict[Value, Any] = dict(zip(function.inputs, inputs))

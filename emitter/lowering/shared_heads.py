@@ -1,7 +1,8 @@
-"""Copy norms and rotations of keys and values that several attention layers share (Gemma 4).
+"""Give each attention layer a copy of the norms and rotary embeddings of its keys and values.
 
-Norms and rotations become a part of an attention kernel only if nothing else uses their results.
-With copies, the kernel of every layer can compute them (see `lowering.fusion`).
+In Gemma 4, several attention layers can use the same keys and values. An attention kernel can
+include the norms and rotary embeddings of keys and values only if no other operation uses their
+results. With a copy for each layer, every kernel can include them (see `lowering.fusion`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ _KINDS = ("rope", "rms_norm", "reshape")
 
 
 def with_own_heads(function: Graph) -> Graph:
-    """Return a copy of a function in which attention operations share no norms or rotations."""
+    """Return a copy of a function in which no two attention operations share norms or rotations.
+
+    Each attention operation gets a copy of the RMS norms, rotary embeddings and reshapes that
+    compute its keys and values, if an earlier attention operation uses the same keys and values.
+    """
     producer = {value: op for op in function.ops for value in op.results}
     ops, seen = list[Op](), set[Value]()
 
