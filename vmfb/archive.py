@@ -31,7 +31,8 @@ _ZIP64_EXTRA = 20
 # An extra field that zip readers skip: its id (Android's alignment field) and size, then zeros.
 _PADDING = struct.Struct("<HH")
 _PADDING_ID = 0xD935
-_CHUNK = 1 << 20
+# Copies in large parts let Linux cache most of a file in pages of 2 MB (see `LargePageWriter`).
+_CHUNK = 16 << 20
 # Limit in bytes for the zip directory, which includes each entry's padding.
 _MAX_DIRECTORY = 1_000_000
 

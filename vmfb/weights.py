@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from castiron.vmfb.disk import naming
+from castiron.vmfb.disk import LargePageWriter, naming
 
 ALIGNMENT = 64
 # One page, so that the data can be mapped.
@@ -61,6 +61,7 @@ def write_irpa(
     try:
         # Writing and hashing release the GIL, so the next tensors are made in the meantime.
         with naming(path), open(path, "wb") as file, ThreadPoolExecutor(1) as writer, ThreadPoolExecutor(1) as hasher:
+            out = LargePageWriter(file)
             pending: deque[tuple[int, Future, Future]] = deque()
 
             def finish(bytes_left: int) -> None:
@@ -70,7 +71,7 @@ def write_irpa(
                         future.result()
 
             def put(data: bytes | memoryview) -> None:
-                pending.append((len(data), writer.submit(file.write, data), hasher.submit(digest.update, data)))
+                pending.append((len(data), writer.submit(out.write, data), hasher.submit(digest.update, data)))
 
             put(head)
             end = start
@@ -89,6 +90,7 @@ def write_irpa(
                 if progress:
                     progress(done, total)
             finish(-1)
+            out.flush()
             return digest.hexdigest()
     except BaseException:
         path.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -191,7 +192,7 @@ class TimedKernel:
 
         from castiron.vmfb.compiler import compile_mlir
         from castiron.vmfb.device import device, lower_priority, vm_instance
-        from castiron.vmfb.program import Buffer, release_at_exit
+        from castiron.vmfb.program import Buffer, new_zeros, release_at_exit
         from castiron.vmfb.targets import resolve
 
         self.kernel, self.device = kernel, device(threads)
@@ -208,8 +209,13 @@ class TimedKernel:
         large = {name for name, size in sizes.items() if size * LARGE >= max(sizes.values())}
         count = min(MAX_COPIES, max(1, STREAMED_BYTES // sum(sizes[name] for name in large)))
 
+        # Weights of a bundle are in pages of 2 MB too (`LargePageWriter`), but KV caches are not.
+        reads_weights = kernel.matmul is not None or kernel.name.startswith("probe_")
+
         def buffer(type_: TensorType, value: np.ndarray | int) -> Buffer:
-            made = Buffer(self, type_.shape, type_.dtype.name)  # type: ignore[arg-type]
+            dtype = type_.dtype.name
+            memory = new_zeros(prod(type_.shape), dtype, large_pages=reads_weights)
+            made = Buffer(self, type_.shape, dtype, memory)  # type: ignore[arg-type]
             # Write every page, because the operating system maps all unwritten pages to one page of zeros.
             made.array[...] = value
             return made
