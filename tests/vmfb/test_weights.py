@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import weakref
+from types import SimpleNamespace
 
 import iree.runtime as rt
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from castiron.vmfb import weights
+from castiron.vmfb import disk, weights
 from castiron.vmfb.weights import WeightsError, write_irpa
 
 
@@ -92,3 +93,18 @@ def test_invalid_tensors_leave_no_file(tmp_path, entries, message):
     with pytest.raises(WeightsError, match=message):
         write_irpa(tmp_path / "w.irpa", entries)
     assert not (tmp_path / "w.irpa").exists()
+
+
+@pytest.mark.parametrize("sizes", [[0, 5, 64, 1, 63], [200, 1], [63, 1, 128], [130, 130, 130], [1] * 130, []])
+def test_a_large_page_writer_writes_aligned_multiples(monkeypatch, sizes):
+    """All writes but the last are whole pages, so that each page of the file is written at once."""
+    monkeypatch.setattr(disk, "LARGE_PAGE", 64)
+    written = []
+    data = np.random.default_rng(0).integers(0, 256, sum(sizes), np.uint8).tobytes()
+    out, start = disk.LargePageWriter(SimpleNamespace(write=lambda part: written.append(bytes(part)))), 0
+    for size in sizes:
+        out.write(memoryview(data)[start : start + size])
+        start += size
+    out.flush()
+    assert b"".join(written) == data
+    assert all(len(part) % 64 == 0 for part in written[:-1]) and len(written[-1]) < 64
