@@ -1,11 +1,16 @@
-"""The model families: one file for each, in which layers and sizes have the names of HF.
+"""The model families: one Python module for each `model_type` of HF, such as `llama`.
 
-A family is a module with `Config`, `read(c: ConfigReader) -> Config` and `forward(step, config)`.
-`forward` returns logits [rows, vocab] of the rows that `layers.wanted_rows` selects. An encoder's
-`forward` returns hidden states [T, hidden]. A family needs a function `states(config, context)`
-unless every layer has a KV cache and no other state. Layers with a sliding window
-(`ModelConfig.windows`) get ring buffers. To add a family, add its file, and its name to `FAMILIES`
-or `ENCODERS`.
+A family's module has these members, in which layers and sizes have the names of HF:
+- `Config`: a dataclass with the model's sizes and options.
+- `read(c: ConfigReader) -> Config`: reads config.json.
+- `forward(step, config)`: adds the model's operations to the graph of one function. It returns
+  logits [rows, vocab]: those of the last token in prefill, and those of all tokens in other
+  functions. An encoder's `forward` returns hidden states [T, hidden].
+- `states(config, context)`: returns the KV caches and recurrent states. A family without it gets
+  one KV cache for each layer. If a layer has a sliding window shorter than the context, its cache
+  is a ring buffer.
+
+To add a family, add its file, and its name to `FAMILIES` or `ENCODERS`.
 """
 
 from __future__ import annotations
@@ -53,7 +58,7 @@ def _read(config: dict) -> tuple[Any, tuple[str, ...]]:
 
 
 def read_config(config: dict) -> Any:
-    """Return a config.json as the `Config` of its model's family.
+    """Convert a parsed config.json to the `Config` dataclass of its model family.
 
     Raise EmitError for unknown keys or values.
     """
@@ -61,7 +66,10 @@ def read_config(config: dict) -> Any:
 
 
 def ignored_keys(config: dict) -> tuple[str, ...]:
-    """Return the unread keys of a config.json, except those that change no result (`IGNORABLE`)."""
+    """Return the keys of a config.json that castiron does not use.
+
+    Well-known keys that change no result, such as `torch_dtype`, are not in the list.
+    """
     return _read(config)[1]
 
 
@@ -77,19 +85,19 @@ def build(
     pooling: Pooling | None = None,
     orders: Mapping[str, str] = MappingProxyType({}),
 ) -> ModelModule:
-    """Return a module of layer operations with the functions of a model.
+    """Build the graphs of a model's functions, such as decode; return them as one module.
 
-    Names and signatures of the functions are those of `castiron.emitter.abi`. Raise EmitError for
+    `castiron.emitter.abi` defines the names and signatures of the functions. Raise EmitError for
     an unsupported config.
 
-    config: the model's config.json.
+    config: the parsed config.json of the model.
     codecs: maps a checkpoint tensor's name to the codec in which the bundle stores it.
     context: the max number of positions.
-    widths, verify, batches, embeds: the numbers of tokens T for which to make functions named
-        prefill_T, verify_T, decode_batch_T and embed_T.
+    widths: token counts T; the module gets a function prefill_T for each.
+    verify, batches, embeds: the same for functions verify_T, decode_batch_T and embed_T.
     cache: the format of KV caches, "f32", "f16" or "q8_0".
-    pooling: if given, the model is an encoder, whose only functions are encode_T for each T in
-        `embeds`.
+    pooling: how to compute an embedding from the hidden states. If given, the module has only
+        functions encode_T, one for each T in `embeds`.
     orders: maps the name of each weight with reordered columns (GPTQ's desc_act) to the name of a
         tensor f32 [in]. Its element i is the input feature that column i of the weight multiplies.
     """

@@ -72,9 +72,9 @@ def _json_names(kinds: tuple[type, ...]) -> str:
 
 
 class ConfigReader:
-    """A reader of a config.json that records which keys a family has read.
+    """A reader of a config.json that records which keys a model family has read.
 
-    `finish` raises EmitError for an unread key that may change the results.
+    `finish` raises EmitError for a key that was not read and may change the results.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -88,9 +88,9 @@ class ConfigReader:
     def take(self, key: str, default: Any = ..., kinds: type | tuple[type, ...] = (int,), minimum: int = 1) -> Any:
         """Return the value of `key`, or `default` if the key is absent or null.
 
-        The value must be an instance of `kinds`, at least `minimum` if it is an integer, and in the
-        range of f32. Raise EmitError for any other value, or if there is neither a value nor a
-        default.
+        kinds: the allowed Python types of the value. minimum: the min value, if `kinds` is int.
+        Raise EmitError for an invalid value, such as a number outside the range of f32. Also raise
+        it if there is no value and `default` is `...`.
         """
         self._taken.add(key)
         value = self.config.get(key)
@@ -122,7 +122,10 @@ class ConfigReader:
         return None
 
     def nullable(self, key: str, default: Any, kinds: type | tuple[type, ...] = (int,)) -> Any:
-        """Return the value of `key`, None for null, or HF's `default` if the key is absent."""
+        """Return the value of `key`: None if it is null, and `default` if the key is absent.
+
+        kinds: the allowed Python types of the value. default: the default of HF's model.
+        """
         self._taken.add(key)
         if key in self.config and self.config[key] is None:
             return None
@@ -142,7 +145,7 @@ class ConfigReader:
         return self.take(key, default, bool)
 
     def require(self, key: str, *values: Any) -> None:
-        """Raise EmitError unless `key` is absent, null or one of `values`."""
+        """Raise EmitError unless the value of `key` is absent, null or one of `values`."""
         self._taken.add(key)
         value = self.config.get(key)
         if value is not None and value not in values:
@@ -150,21 +153,25 @@ class ConfigReader:
             raise self._error(key, value, f"only {allowed} is supported")
 
     def choice(self, key: str, choices: Mapping[str, str], default: Any = ...) -> str:
-        """Return `choices[value]` for the value of `key`; raise EmitError for any other value."""
+        """Return `choices[value]`, where `value` is the config's value of `key`, or else `default`.
+
+        Raise EmitError if `choices` does not have this value.
+        """
         value = self.take(key, default, str)
         if value not in choices:
             raise self._error(key, value, f"supported are {', '.join(choices)}")
         return choices[value]
 
     def unused(self, *keys: str) -> None:
-        """Mark `keys` as read; castiron ignores them, and HF's model ignores them too."""
+        """Mark `keys` as read, because neither castiron nor HF's model uses them."""
         self._taken.update(keys)
 
     def windows(self, layers: int, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:
-        """Return each layer's sliding window: `window` tokens, or None for full attention.
+        """Return `window` for each layer with a sliding window, and None for the other layers.
 
-        The config's `layer_types` determines which layers have the window. Without this key, they
-        are the layers for which `slides(layer)` is true.
+        layers: the number of layers. window: the size of the window in tokens. The config's
+        `layer_types` determines which layers have the window. Without this key, `slides(layer)`
+        determines it for each layer index.
         """
         types = self.layer_types(layers, (FULL, SLIDING), [SLIDING if slides(layer) else FULL for layer in range(layers)])
         if SLIDING in types and window is None:
@@ -183,10 +190,11 @@ class ConfigReader:
         return tuple(types)
 
     def expert_groups(self, experts: int, per_token: int, groups: int = 1, best: int = 1) -> tuple[int, int]:
-        """Return the config's number of expert groups, and how many of them a token may use.
+        """Return the number of expert groups, and how many groups the router chooses for a token.
 
-        experts: the number of experts. per_token: the number of experts of a token. groups, best:
-        HF's defaults of the two results.
+        The config has these numbers in `n_group` and `topk_group`. experts: the number of experts.
+        per_token: the number of experts that a token uses. groups, best: HF's defaults of the two
+        results.
         """
         groups, best = self.take("n_group", groups), self.take("topk_group", best)
         if groups > 1:
@@ -203,9 +211,9 @@ class ConfigReader:
         """Return the rotary frequencies that the config defines.
 
         The config has them in `rope_parameters` (since transformers 5), or in `rope_theta` and
-        `rope_scaling` (earlier versions). theta: HF's default of `rope_theta`. partial: HF's
-        default of the fraction of a head that is rotated; None if the family always rotates
-        complete heads.
+        `rope_scaling` (earlier versions). max_positions: the model's max sequence length. theta:
+        HF's default of `rope_theta`. partial: HF's default of the fraction of a head that is
+        rotated; None if the model family always rotates complete heads.
         """
         entry = self.take("rope_scaling", None, dict) or self.take("rope_parameters", None, dict) or {}
         self._taken |= {"rope_parameters", "rope_scaling"}
@@ -219,8 +227,11 @@ class ConfigReader:
         """Return the rotary frequencies of full attention, and those of sliding-window attention.
 
         The config has the rope parameters of both types of layers in `rope_parameters` (since
-        transformers 5), or those of full attention in `rope_scaling`. full, sliding: HF's default
-        rope parameters of each type. head_dims: the head_dim of each type.
+        transformers 5), or those of full attention in `rope_scaling`.
+
+        head_dims: the head_dim of full attention, and that of sliding-window attention.
+        max_positions: the model's max sequence length.
+        full, sliding: HF's default rope parameters of each type of attention.
         """
         nested, defaults = self.take("rope_parameters", {}, dict), (full, sliding)
         if nested and set(nested) != {FULL, SLIDING}:
@@ -241,9 +252,10 @@ class ConfigReader:
     def frequencies(self, entry: Mapping, rotary_dim: int, max_positions: int, theta: float) -> Rotary:
         """Return the rotary frequencies that the rope parameters `entry` define.
 
-        entry: a dictionary such as the config's `rope_scaling`. theta: used if `entry` has no
-        `rope_theta`. As in HF, `original_max_position_embeddings` at the top level of the config
-        overrides the one in `entry`.
+        entry: a dictionary such as the config's `rope_scaling`. rotary_dim: the number of features
+        of a head that are rotated. max_positions: the model's max sequence length. theta: used if
+        `entry` has no `rope_theta`. As in HF, `original_max_position_embeddings` at the top level
+        of the config overrides the one in `entry`.
         """
         original = self.take("original_max_position_embeddings", None)
         kind = entry.get("rope_type") or entry.get("type")
@@ -263,13 +275,15 @@ class ConfigReader:
     def read(
         self, config: type[C], positions: Any = ..., theta: float = 10000.0, partial: float | None = None, **own: Any
     ) -> C:
-        """Read config.json into an instance of `config`, the family's dataclass.
+        """Read config.json into a new instance of `config`, the dataclass of a model family.
 
-        own: the fields that the family has computed itself. Of the other fields, one with a default
-            in the dataclass is read from the key of the same name, such as `num_experts_per_tok`,
-            and one without a default from HF's usual key, such as `vocab` from `vocab_size`.
-        positions, theta, partial: HF's defaults of `max_position_embeddings` (`...`: the key is
-            required), `rope_theta` and `partial_rotary_factor`.
+        own: fields of the dataclass whose values the caller has computed. The other fields are
+            read from config.json. A field with a default in the dataclass is read from the key of
+            the same name, such as `num_experts_per_tok`. A field without a default is read from
+            HF's usual key, such as `vocab` from `vocab_size`.
+        positions: HF's default of `max_position_embeddings`; `...` if the key is required.
+        theta: HF's default of `rope_theta`.
+        partial: HF's default of `partial_rotary_factor`; None if complete heads are rotated.
         """
         hidden = own.get("hidden") or self.take("hidden_size")
         layers = own.get("layers") or self.take("num_hidden_layers")
@@ -305,10 +319,10 @@ class ConfigReader:
         return config(**own)
 
     def finish(self) -> tuple[str, ...]:
-        """Return the unread keys, except those that change no result (`IGNORABLE`).
+        """Check the keys that were not read; return those that HF's model does not read either.
 
-        Raise EmitError if HF's model may read one of these keys, because the key could change the
-        logits.
+        Raise EmitError for a key that HF's model may read, because it could change the logits.
+        Well-known keys that change no result (`IGNORABLE`) are neither errors nor returned.
         """
         rest = sorted(set(self.config) - self._taken - IGNORABLE)
         if unknown := [shorten(key, 60) for key in rest if self._has_effect(key)]:
@@ -320,7 +334,10 @@ class ConfigReader:
         return tuple(rest)
 
     def _has_effect(self, key: str) -> bool:
-        """Return whether HF's model may read `key`; True if transformers lacks the model type."""
+        """Return whether HF's model may read `key`; True if its keys are unknown.
+
+        The result is False for keys that training tools add, such as `unsloth_version`.
+        """
         if TRAINERS.fullmatch(key):
             return False
         if self.model_type not in HF_KEYS:

@@ -16,12 +16,17 @@ from castiron.emitter.step import Step
 @dataclass_transform(frozen_default=True, eq_default=False, kw_only_default=True)
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelConfig:
-    """The fields of every family's config, which `ConfigReader.read` fills.
+    """The config fields that all models have; `ConfigReader.read` fills them from config.json.
 
     Subclasses are dataclasses too.
-    eps: epsilon of the norms. hidden_act: one of `layer_operations.ACTIVATIONS`. windows: each
-    layer's sliding window, None for full attention. bidirectional: attention includes later tokens,
-    so that the model encodes complete texts and cannot generate text.
+
+    hidden: the size of a token's hidden state.
+    intermediate: the width of the MLP's hidden layer.
+    eps: epsilon of the norms.
+    hidden_act: the activation, one of `layer_operations.ACTIVATIONS`.
+    windows: each layer's sliding window in tokens, None for full attention.
+    bidirectional: whether attention includes later tokens. Such a model encodes complete texts
+        and cannot generate text.
     """
 
     vocab: int
@@ -69,8 +74,8 @@ class DecoderConfig(ModelConfig):
 class SlidingConfig(DecoderConfig):
     """The config of a decoder with two sets of rotary frequencies.
 
-    rotary: the frequencies of layers with full attention. sliding_rotary: the frequencies of layers
-    with a sliding window.
+    rotary (inherited): the frequencies of layers with full attention. sliding_rotary: the
+    frequencies of layers with a sliding window.
     """
 
     sliding_rotary: Rotary
@@ -124,14 +129,16 @@ def residual_block(
     norm: Norm = rms_norm,
     mlp_name: str = "mlp",
 ) -> Block[C]:
-    """Return a block that first adds attention(x) to x, and then adds mlp(x) to the sum.
+    """Return a function that computes a transformer block: h = x + attention(x); h + mlp(h).
 
-    mixers: the function that computes attention, in the module `self_attn` of every layer. For a
-    model with layers of several types (`HybridConfig.layer_types`), a dictionary from the type to
-    (module name, function); the function computes attention or a recurrence.
-    norms: the names of four norms: before attention, after it, before the MLP, after it; None for
-    no norm. `PRE_NORM` is as in Llama, `POST_NORM` as in OLMo 2, `SANDWICH_NORM` as in Gemma 2.
-    mlp_name: the MLP's module name.
+    mixers: the function that computes attention; its weights are in the module `self_attn`. If the
+        model has layers of several types (`HybridConfig.layer_types`), `mixers` is a dictionary
+        {type: (module name, function)}, whose functions compute attention or a recurrence.
+    mlp: the function that computes the MLP; its weights are in the module `mlp_name`.
+    norms: the names of four norms: before attention, after attention, before the MLP, after the
+        MLP. None means no norm. `PRE_NORM` is as in Llama, `POST_NORM` as in OLMo 2, and
+        `SANDWICH_NORM` as in Gemma 2.
+    norm: the function that computes each norm.
     """
 
     def residual(step: Step, c: C, x: Value, name: str, branch: Callable[[Value], Value], names: Sequence[str | None]) -> Value:
@@ -162,11 +169,13 @@ def decoder(
 ) -> Value:
     """Apply the embedding, all blocks, the last norm and the head of a decoder; return the logits.
 
-    The operations are those of HF's `...ForCausalLM`. The logits are [rows, vocab], for the rows
-    that `layers.wanted_rows` selects. block: maps a layer's input [T, hidden] to its output [T,
-    hidden]. norm, last_norm: the kind and the name of the last norm. embedding_scale: a factor
-    applied within the module `embed_tokens`, as in Gemma. embedding_multiplier: a factor applied
-    after that module.
+    The logits are [rows, vocab]: those of the last token in prefill, and those of all tokens in
+    other functions.
+
+    block: the function that maps a layer's input [T, hidden] to its output [T, hidden].
+    norm: the function that computes the last norm, whose weight is in the module `last_norm`.
+    embedding_scale: a factor applied within the module `embed_tokens`, as in Gemma.
+    embedding_multiplier: a factor applied after that module.
     """
     tables = c.tables(step)
     with scope("model"):

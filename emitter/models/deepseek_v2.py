@@ -1,6 +1,7 @@
 """DeepSeek V2 (arXiv:2405.04434) as in HF `DeepseekV2ForCausalLM`.
 
-It is DeepSeek V3 with experts chosen by a softmax, and with groups rated by their best expert.
+It is DeepSeek V3 with two differences: a softmax computes the scores of experts, and the score of
+a group of experts is that of its best expert.
 """
 
 from castiron.emitter.ir import Value

@@ -1,4 +1,4 @@
-"""DeepSeek V3 (arXiv:2412.19437) as in HF `DeepseekV3ForCausalLM`: latent attention, experts."""
+"""DeepSeek V3 (arXiv:2412.19437) as in HF `DeepseekV3ForCausalLM`: latent attention and experts."""
 
 from castiron.emitter.ir import Value
 from castiron.emitter.models.config import ConfigReader

@@ -39,20 +39,21 @@ class DeltaConfig(HybridConfig):
 
     @property
     def keys(self) -> int:
-        """Return the number of features of q over all heads; k has as many."""
+        """Return the width of q, which is also that of k: key_heads * key_dim."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Return the number of features of v over all heads; the output gate z has as many."""
+        """Return the width of v, which is also that of the output gate: value_heads * value_dim."""
         return self.value_heads * self.value_dim
 
 
 def delta_fields(c: ConfigReader) -> dict[str, Any]:
-    """Return the keyword arguments of `ConfigReader.read` for a family with gated delta nets.
+    """Return arguments that every model with gated delta nets passes to `ConfigReader.read`.
 
-    They are fields of a `DeltaConfig`, read from keys that other families do not have, and defaults
-    that differ from those of other families.
+    They are the fields of `DeltaConfig`, such as `key_heads` from the config's
+    `linear_num_key_heads`, and the defaults of `max_position_embeddings` and
+    `partial_rotary_factor`.
     """
     layers, interval = c.take("num_hidden_layers"), c.take("full_attention_interval", 4)
     types = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers)]
@@ -100,9 +101,10 @@ def self_attention(step: Step, c: DeltaConfig, layer: int, x: Value, tables: tup
 def delta_net(step: Step, c: DeltaConfig, layer: int, qkv: Value, z: Value, a: Value, b: Value) -> Value:
     """Apply a gated delta net with its output norm and `out_proj`; return [T, hidden].
 
-    qkv: q, k and v before the convolution, [T, 2 * c.keys + c.values]. z: the output gate, [T,
-    c.values]. a, b: [T, value_heads]. The decay of the state is exp(-exp(A_log) softplus(a +
-    dt_bias)), and the strength of its update is sigmoid(b).
+    qkv: q, k and v before the convolution, [T, 2 * c.keys + c.values].
+    z: the output gate, [T, c.values].
+    a: input of the state's decay exp(-exp(A_log) * softplus(a + dt_bias)), [T, value_heads].
+    b: input of the update's strength sigmoid(b), [T, value_heads].
     """
     tokens = qkv.shape[0]
     qkv = activation(causal_conv(step, layer, qkv, "conv1d", bias=False), c.hidden_act)
@@ -114,7 +116,11 @@ def delta_net(step: Step, c: DeltaConfig, layer: int, qkv: Value, z: Value, a: V
 
 
 def delta_decoder(step: Step, c: DeltaConfig, linear_attn: Block[Any], mlp: Mlp[Any]) -> Value:
-    """Return the logits of a decoder whose layers have either `linear_attn` or gated attention."""
+    """Return the logits of a decoder whose layers have a gated delta net or gated attention.
+
+    `c.layer_types` determines which. linear_attn: the function that computes the gated delta net
+    with its projections. mlp: the function that computes the MLP.
+    """
     mixers = {FULL: ("self_attn", self_attention), LINEAR: ("linear_attn", linear_attn)}
     return decoder(step, c, residual_block(mixers, mlp, norm=rms_norm_plus_one), rms_norm_plus_one)
 

@@ -1,6 +1,6 @@
 """EXAONE 4.0 (arXiv:2507.11407) as in HF `Exaone4ForCausalLM`: norms after attention and MLP.
 
-In the hybrid models, most layers have a sliding window, and only those have a rotary embedding.
+In the hybrid models, most layers have a sliding window, and only these layers use rope.
 """
 
 from castiron.emitter.ir import Value

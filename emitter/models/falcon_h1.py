@@ -17,8 +17,9 @@ from castiron.emitter.step import Step
 class Config(DecoderConfig):
     """The config of Falcon-H1.
 
-    ssm_multipliers: factors of Mamba's gate, x, B, C and dt. mlp_multipliers: factors of the MLP's
-    gate and of the MLP's output.
+    ssm_multipliers: five factors, by which Mamba's gate, x, B, C and dt are multiplied.
+    mlp_multipliers: two factors, of the MLP's gate and of the MLP's output. The other multipliers
+    are factors of the value in their name, such as the keys or the input of attention.
     """
 
     attention_bias: bool = False

@@ -1,4 +1,7 @@
-"""Gemma (arXiv:2403.08295) as in HF `GemmaForCausalLM`: Llama with `1 + w` norms and GELU."""
+"""Gemma (arXiv:2403.08295) as in HF `GemmaForCausalLM`.
+
+It is Llama with GELU, and with norms that multiply by 1 + weight.
+"""
 
 from castiron.emitter.ir import Value
 from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm_plus_one, rope

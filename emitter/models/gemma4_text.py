@@ -51,11 +51,13 @@ class Experts:
 class Config(SlidingConfig):
     """The config of Gemma 4.
 
-    rotary, kv_heads, head_dim: for layers with full attention. Fields with the prefix `sliding_`
-    are for layers with a sliding window. own: the first `own` layers compute keys and values. Each
-    later layer uses the keys and values of layer `source(layer)`. keys_are_values: whether layers
-    with full attention use the projected keys as values too. per_layer: size of the embedding that
-    each layer adds for a token; 0 if the model has no such embeddings.
+    rotary, kv_heads, head_dim (inherited): for layers with full attention.
+    sliding_...: the same for layers with a sliding window.
+    own: the number of layers that compute keys and values; they are the first layers. Each later
+        layer uses the keys and values of layer `source(layer)`.
+    keys_are_values: whether layers with full attention use the projected keys as values too.
+    per_layer: size of the separate token embedding of each layer; 0 if the model has none.
+    experts: the sizes of the experts; None if the model has none.
     """
 
     sliding_kv_heads: int
@@ -129,8 +131,10 @@ def read_experts(c: ConfigReader) -> Experts | None:
 def full_heads(c: ConfigReader, windows: list[int | None], keys_are_values: bool) -> dict[str, int]:
     """Return a dictionary with `head_dim` and `num_key_value_heads` of layers with full attention.
 
-    A key is missing if the config has no separate value for these layers. keys_are_values: whether
-    these layers use their attention keys as values.
+    A key is missing if the config has no separate value for these layers.
+
+    windows: each layer's sliding window, None for full attention.
+    keys_are_values: whether layers with full attention use their attention keys as values.
     """
     kv_heads, head_dim = c.take("num_global_key_value_heads", None), c.take("global_head_dim", 512)
     if "per_layer_config" not in c.config:
@@ -182,10 +186,11 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
 
 
 def mixed(step: Step, c: Config, e: Experts, x: Value, dense: Value) -> Value:
-    """Return the sum of an MLP's output and the experts' output, after a norm of each.
+    """Apply the experts to x, and return norm(MLP's output) + norm(experts' output), [T, hidden].
 
-    x: the layer's hidden states before the MLP's norm, which are also the input of the experts.
-    dense: the output of the MLP. x, dense and the sum are [T, hidden].
+    e: the sizes of the experts.
+    x: the layer's hidden states before the norm of the MLP, [T, hidden].
+    dense: the output of the MLP, [T, hidden].
     """
     with scope("router"):
         h = multiply(rms_norm(step, x, None, c.eps), broadcast_in_dim(values(step, "scale", (c.hidden,)), x.shape, (1,)))
@@ -220,10 +225,10 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def layer_embeddings(step: Step, c: Config, x: Value) -> list[Value | None]:
-    """Return a list with an embedding of the tokens for each layer, [T, per_layer].
+    """Return a list with each layer's separate embedding of the tokens, [T, per_layer].
 
-    The elements are None if the model has no such embeddings. An embedding is (embedding of the
-    token + projection of x) / sqrt(2). x: [T, hidden].
+    It is (an embedding of the token + a projection of x) / sqrt(2). The elements of the list are
+    None if the model has no such embeddings. x: the input of the first layer, [T, hidden].
     """
     if not c.per_layer:
         return [None] * c.layers

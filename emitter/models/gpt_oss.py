@@ -1,6 +1,7 @@
 """gpt-oss (arXiv:2508.10925) as in HF `GptOssForCausalLM`: experts with a clamped SwiGLU.
 
-Every other layer has a sliding window. Each head has a sink: an extra score without a value.
+Every other layer has a sliding window. Each attention head has a sink: one more score in the
+softmax, to which no value vector belongs.
 """
 
 from castiron.emitter.ir import Value, scope
@@ -22,7 +23,11 @@ _ROPE = {
 
 
 class Config(DecoderConfig):
-    """The config of gpt-oss. intermediate: width of an expert's hidden layer."""
+    """The config of gpt-oss.
+
+    glu: the constants of the experts' clamped SwiGLU. intermediate (inherited): the width of an
+    expert's hidden layer.
+    """
 
     attention_bias: bool = True
     experts: int

@@ -11,7 +11,10 @@ from castiron.emitter.step import Step
 
 
 class Config(GraniteConfig):
-    """The config of Granite 3 MoE. intermediate: width of an expert's hidden layer."""
+    """The config of Granite 3 MoE.
+
+    intermediate (inherited): the width of an expert's hidden layer.
+    """
 
     experts: int
     num_experts_per_tok: int = 2

@@ -24,7 +24,8 @@ MAMBA, FULL = "linear_attention", "full_attention"
 class Config(GraniteConfig, HybridConfig):
     """The config of Granite 4.
 
-    intermediate: width of a routed expert's hidden layer. rotates: whether attention uses rope.
+    rotates: whether attention uses rope. intermediate (inherited): the width of a routed expert's
+    hidden layer.
     """
 
     rotates: bool

@@ -1,4 +1,4 @@
-"""Hunyuan (dense) as in HF `HunYuanDenseV1ForCausalLM`: Llama with norms on rotated q and k."""
+"""Hunyuan (dense) as in HF `HunYuanDenseV1ForCausalLM`: Llama with norms of q and k after rope."""
 
 from castiron.emitter.ir import Value
 from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm, rope
@@ -28,7 +28,8 @@ def read(c: ConfigReader) -> Config:
 def rotary(c: ConfigReader, head_dim: int, max_positions: int) -> Rotary:
     """Return the rotary frequencies that the config defines.
 
-    A rope scaling of the type "dynamic" with the key `alpha` only increases theta.
+    A rope scaling of the type "dynamic" with the key `alpha` only increases theta, by the factor
+    alpha ** (head_dim / (head_dim - 2)). max_positions: the model's max sequence length.
     """
     entry = c.take("rope_scaling", None, dict) or c.take("rope_parameters", {}, dict)
     if (entry.get("rope_type") or entry.get("type")) == "dynamic" and entry.get("alpha"):

@@ -1,8 +1,8 @@
-"""Layers of DeepSeek V2 and V3 and of GLM-4.7-Flash: latent attention (arXiv:2405.04434), experts.
+"""Layers of DeepSeek V2, V3 and GLM-4.7-Flash: latent attention (arXiv:2405.04434) and experts.
 
-A token's keys and values are one latent vector c, from which `kv_b_proj` computes the key K c and
-the value V c of each head. As `q . (K c)` equals `(q K) . c`, this code projects queries to the
-latent space, uses c as key and value, and multiplies the result by V.
+The KV cache stores one latent vector c for a token. Each head's key is K c and its value is V c,
+where K and V are matrices in `kv_b_proj`. As q . (K c) equals (q K) . c, this code computes q K,
+uses c as key and as value, and multiplies the result of attention by V.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ _LATENT_EPS = 1e-6
 class LatentConfig(DecoderConfig):
     """The config of a decoder with latent attention.
 
-    head_dim: number of features that the KV cache stores for a token: the latent vector
-    (`kv_lora_rank`), then the rotated key (`qk_rope_head_dim`), both shared by all heads. scale:
-    the factor of attention scores. sparse: for each layer, whether it has experts. groups: the
-    number of groups of experts, and how many groups a token may use. scores: how router logits
-    become scores, "sigmoid" as in DeepSeek V3 or "softmax" as in DeepSeek V2.
+    head_dim (inherited): number of features that the KV cache stores for a token: the latent
+        vector (`kv_lora_rank`), then the rotated key (`qk_rope_head_dim`). All heads use both.
+    scale: the factor of attention scores.
+    sparse: for each layer, whether it has experts.
+    groups: the number of expert groups, and how many groups the router chooses for a token.
+    scores: the function from router logits to scores: "sigmoid" as in DeepSeek V3, or "softmax"
+        as in DeepSeek V2.
     """
 
     attention_bias: bool = False
@@ -52,11 +54,14 @@ class LatentConfig(DecoderConfig):
 
 
 def latent_fields(c: ConfigReader, kv_heads: int | None, positions: int, q_lora_rank: int, nope: int) -> dict[str, Any]:
-    """Return the keyword arguments of `ConfigReader.read` for a family with latent attention.
+    """Return fields of `LatentConfig`, read from config.json, as a dictionary {name: value}.
 
-    They are fields of a `LatentConfig`. kv_heads, positions, q_lora_rank, nope: the family's
-    defaults in HF of `num_key_value_heads` (None: `num_attention_heads`),
-    `max_position_embeddings`, `q_lora_rank` and `qk_nope_head_dim`.
+    The caller passes them to `ConfigReader.read`. c: the reader of config.json. The other
+    parameters are HF's defaults of keys in config.json:
+    kv_heads: of `num_key_value_heads`; None if it is the value of `num_attention_heads`.
+    positions: of `max_position_embeddings`.
+    q_lora_rank: of the key of this name.
+    nope: of `qk_nope_head_dim`.
     """
     # HF computes `qk_head_dim` from its parts, and never reads `pretraining_tp`.
     c.unused("qk_head_dim", "pretraining_tp")

@@ -15,7 +15,11 @@ _SUM_EPS = 1e-6
 
 
 class Config(lfm2.Config):
-    """The config of LFM2 MoE. intermediate: hidden width of the MLP in the first `dense` layers."""
+    """The config of LFM2 MoE.
+
+    dense: the number of layers at the start that have an MLP instead of experts. intermediate
+    (inherited): the width of the hidden layer in these MLPs.
+    """
 
     dense: int
     experts: int

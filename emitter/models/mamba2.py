@@ -24,9 +24,12 @@ from castiron.emitter.types import EmitError, is_number
 class Mamba:
     """The sizes and options of Mamba 2.
 
-    state: size n of the state; B and C have n features for each group. positions: length of the
-    convolution. conv_bias, proj_bias: whether the convolution and `in_proj` have a bias. limit: min
-    and max time step.
+    heads, head_dim: the number of heads, and the number of features of a head.
+    groups: the number of groups of heads; the heads of a group use the same B and C.
+    state: the number of features of B, and of C, for each group (d_state).
+    positions: the kernel size of the convolution (d_conv).
+    conv_bias, proj_bias: whether the convolution and `in_proj` have a bias.
+    limit: min and max time step.
     """
 
     heads: int
@@ -73,18 +76,19 @@ class Mamba:
 
     @property
     def features(self) -> int:
-        """Return the number of features of x over all heads; the gate has as many."""
+        """Return the width of x, which is also that of the gate: heads * head_dim."""
         return self.heads * self.head_dim
 
     @property
     def shared(self) -> int:
-        """Return the number of features of B over all groups; C has as many."""
+        """Return the width of B, which is also that of C: groups * state."""
         return self.groups * self.state
 
     def states(self, layers: Sequence[int]) -> tuple[State, State]:
-        """Return the recurrent states of the layers with Mamba 2, whose indices are `layers`.
+        """Return the descriptions (name, shape) of two state tensors, for all layers with Mamba 2.
 
-        `conv` has the last inputs of the convolution, and `scan` the state of the recurrence.
+        The first, "conv", stores the last inputs of the convolution. The second, "scan", stores the
+        state of the recurrence. layers: the indices of the layers with Mamba 2.
         """
         count, own = len(layers), tuple(layers)
         conv = State("conv", (count, self.positions - 1, self.features + 2 * self.shared), "recurrent", layers=own)
@@ -106,7 +110,8 @@ def time_step_limit(c: ConfigReader) -> tuple[float, float]:
 def limited(step: Step, dt: Value, limit: tuple[float, float]) -> Value:
     """Return dt [T, heads], clamped so that the time step softplus(dt + dt_bias) is in `limit`.
 
-    limit: the min and max time step. As in HF, dt is clamped in prefill only.
+    limit: the min and max time step. As in HF, only prefill clamps dt; other functions return it
+    unchanged.
     """
     for bound, nearer, free in ((limit[0], maximum, 0.0), (limit[1], minimum, inf)):
         if bound != free and step.mode == "prefill":
@@ -119,9 +124,11 @@ def limited(step: Step, dt: Value, limit: tuple[float, float]) -> Value:
 
 
 def scan(step: Step, m: Mamba, layer: int, rows: Value, dt: Value, function: str) -> Value:
-    """Apply the convolution, the activation `function` and the scan; return [T, m.features].
+    """Apply Mamba's convolution, an activation and the scan; return [T, m.features].
 
-    rows: x, B and C before the convolution, [T, m.features + 2 * m.shared]. dt: [T, heads].
+    rows: x, B and C, concatenated, before the convolution, [T, m.features + 2 * m.shared].
+    dt: the time steps before bias and softplus, [T, heads].
+    function: the name of the activation.
     """
     rows, tokens = activation(causal_conv(step, layer, rows, "conv1d", m.conv_bias), function), rows.shape[0]
     x = split_heads(slice_(rows, (0, 0), (tokens, m.features)), m.heads)
@@ -132,9 +139,10 @@ def scan(step: Step, m: Mamba, layer: int, rows: Value, dt: Value, function: str
 
 
 def gated_scan(step: Step, m: Mamba, layer: int, x: Value, function: str, eps: float) -> Value:
-    """Apply `in_proj`, the scan, the gate and a norm of each group to x; return [T, m.features].
+    """Apply a Mamba 2 layer without `out_proj` to x [T, hidden]; return [T, m.features].
 
-    x: [T, hidden]. function: the activation after the convolution. eps: the norm's epsilon.
+    The steps are `in_proj`, the convolution, the scan, the gate, and a norm of each group of
+    features. function: the activation after the convolution. eps: the norm's epsilon.
     """
     sizes = {"gate": m.features, "conv_in": m.features + 2 * m.shared, "dt": m.heads}
     gate, rows, dt = linear_parts(step, x, "in_proj", sizes, m.proj_bias)

@@ -27,7 +27,8 @@ _ROPE = {
 class Config(DecoderConfig):
     """The config of Ministral 3.
 
-    beta, original: a query at position p is multiplied by 1 + beta * log(1 + p // original).
+    A query at position p is multiplied by 1 + beta * log(1 + p // original). original: the number
+    of positions before rope scaling.
     """
 
     beta: float

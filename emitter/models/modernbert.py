@@ -1,6 +1,7 @@
 """ModernBERT (arXiv:2412.13663), an encoder, as in HF `ModernBertModel`.
 
-Most layers have a window of earlier and later tokens; the others have full attention.
+In most layers, a token attends to a window of earlier and later tokens. The other layers have full
+attention.
 """
 
 from castiron.emitter.ir import Value, scope

@@ -39,9 +39,11 @@ _LETTERS = {"M": MAMBA, "*": FULL, "-": MLP, "E": MOE}
 class Config(HybridConfig):
     """The config of Nemotron-H.
 
+    mamba: sizes of the Mamba 2 layers.
+    mamba_act: the activation after Mamba's convolution.
     latent: the number of features to which the routed experts' input is projected, or None for no
-    projection. mamba_act: the activation after the convolution. groups: the number of groups of
-    experts, and how many groups a token may use.
+        projection.
+    groups: the number of expert groups, and how many groups the router chooses for a token.
     """
 
     mamba: Mamba

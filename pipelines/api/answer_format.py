@@ -1,4 +1,4 @@
-"""What a request permits in its answer: a format, such as a JSON schema, and function calls."""
+"""What a request demands of its answer: a format, such as a JSON schema, or function calls."""
 
 from __future__ import annotations
 
@@ -112,9 +112,10 @@ NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 class CallableTools:
     """The functions that an answer may call.
 
-    shown: functions that the prompt describes. tools: parser of the calls in the answer. forced:
-    the answer must call one of these functions; a dict {name: JSON schema of the arguments}, empty
-    if calls are optional.
+    shown: functions that the prompt describes.
+    tools: parser of the calls in the answer.
+    forced: functions of which the answer must call one, {name: JSON schema of the arguments};
+        empty if calls are optional.
     """
 
     shown: list[Tool]
@@ -122,10 +123,10 @@ class CallableTools:
     forced: Mapping[str, Any]
 
     def answer_format(self, form: AnswerFormat | None) -> AnswerFormat | None:
-        """Return the format of an answer in which function calls are optional or required.
+        """Return the format of an answer that may have text and function calls; None for any text.
 
-        `form`: the format that the request sets for text, None for free text. Raises ApiError 400
-        if this format cannot be combined with function calls.
+        `form`: the format that the request sets for the text, None for free text. Raises ApiError
+        400 if this format cannot be combined with function calls.
         """
         tools, forced = self.tools, self.forced
         if forced and form and form.schema is None:
@@ -140,9 +141,10 @@ class CallableTools:
         return form
 
     def _schemas_of_optional_calls(self) -> dict[str, Any]:
-        """Return {function name: JSON schema that the arguments must match} for optional calls.
+        """Return {function name: JSON schema that the arguments of a call must match}.
 
-        The dict is empty if no function has arguments that must match a schema.
+        The dict is empty if nothing restricts the arguments, because no function is `strict`, or
+        because the model's format of calls has no text by which a call can be recognised.
         """
         strict, form = {tool.function.name for tool in self.shown if tool.function.strict}, self.tools.form
         if not strict or not form.triggers:

@@ -58,7 +58,10 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
 
     def response(self, path: str) -> tuple[int, dict]:
-        """Return the HTTP status and JSON body in the format of the API that `path` belongs to."""
+        """Return the HTTP status and the JSON body of the error.
+
+        `path`: URL path of the request, which determines the API and so the format of the body.
+        """
         if is_ollama(path):
             return self.status, {"error": self.message}
         if is_anthropic(path):
@@ -86,12 +89,12 @@ def is_ollama(path: str) -> bool:
 
 
 def invalid(param: str | None, message: str) -> ApiError:
-    """Return an ApiError 400 about the field `param` of a request, whose value is invalid."""
+    """Return an ApiError 400 for an invalid value of a request's field `param`."""
     return ApiError(400, message, param, "invalid_value")
 
 
 def unsupported(param: str, reason: str) -> ApiError:
-    """Return an ApiError 400 about the field `param` of a request, which is not supported."""
+    """Return an ApiError 400 for a request's field `param`, whose value is not supported."""
     return ApiError(400, f"{param}: {reason}", param, "unsupported_parameter")
 
 
@@ -115,7 +118,7 @@ FAILURES: dict[type[PipelineError], tuple[int, str]] = {
 def api_error(error: PipelineError) -> ApiError:
     """Convert a PipelineError to an ApiError.
 
-    Its HTTP status is 503 if the queue is full or the server shuts down, 500 if the model failed,
+    The HTTP status is 503 if the queue is full or the server shuts down, 500 if the model failed,
     and otherwise 400.
     """
     status, code = FAILURES.get(type(error), (400, None))
@@ -125,7 +128,8 @@ def api_error(error: PipelineError) -> ApiError:
 def http_error(status: int, detail: str, path: str) -> ApiError:
     """Return an ApiError for an HTTP error of the web framework, such as an unknown path.
 
-    If the URL path `path` lacks /v1 or has it twice, the message states the right base URL.
+    `detail`: the framework's message, for statuses other than 404 and 405. If the URL path `path`
+    lacks /v1 or has it twice, the message states the right base URL.
     """
     message = {404: "no such path on this server", 405: "this path does not support that method"}.get(status, detail)
     if status == 404 and path in ENDPOINTS:

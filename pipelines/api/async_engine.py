@@ -1,4 +1,4 @@
-"""The engine on its own thread (`AsyncEngine`), and an API request that it runs (`Job`)."""
+"""`AsyncEngine`, an engine on its own thread, and `Job`, an API request that the engine runs."""
 
 import asyncio
 import contextlib
@@ -25,16 +25,17 @@ QUEUES = 4
 
 
 class AsyncEngine:
-    """An `Engine` on its own thread.
+    """An `Engine` on its own thread, for use from asyncio.
 
-    Listeners get the events of their requests on asyncio's event loop.
+    Each request has a listener, a function that is called on the event loop with each event of the
+    request, such as new tokens.
     """
 
     def __init__(self, engine: Engine, queue: int):
         """Prepare the thread, which `start` starts.
 
-        `queue`: max requests of one client that wait for a slot. All clients together may have
-        `QUEUES` times as many.
+        `queue`: max number of requests of one client that wait because the engine is busy. For all
+        clients together, the max is `QUEUES * queue`.
         """
         self.engine, self.queue, self.slots = engine, queue, engine.slots
         self._stream = engine.stream()
@@ -51,7 +52,7 @@ class AsyncEngine:
 
     @property
     def unfinished(self) -> int:
-        """The number of requests that run or wait for a slot."""
+        """The number of requests that run or wait."""
         return len(self._listeners)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -60,7 +61,7 @@ class AsyncEngine:
         self._thread.start()
 
     def submit(self, requests: list[Request], listener: Listener) -> None:
-        """Queue `requests` of one client and pass their events to `listener`.
+        """Queue `requests`, all of one client; call `listener(request, event)` for their events.
 
         Raises QueueFull if not all requests fit in the queue, and Stopping after `drain`. In both
         cases no request is queued.
@@ -95,7 +96,7 @@ class AsyncEngine:
             self._draining = True
 
     def abort(self) -> None:
-        """Fail every unfinished request with `Stopping`.
+        """Cancel every unfinished request and report the error `Stopping` to its listener.
 
         Call this on the event loop, after `drain`.
         """
@@ -139,11 +140,14 @@ class AsyncEngine:
 
 @dataclass
 class Job:
-    """An API request in progress, with an engine request for each choice of its answer.
+    """An API request in progress, with one engine request for each choice of the answer.
 
-    share: memory reserved for log-probabilities and grammars. prompts: for each engine request, the
-    index of its prompt. events: engine events that have not been read. ended: engine requests that
-    have finished.
+    reply: builder of the answer's JSON.
+    share: memory that this API request has reserved for log-probabilities and grammars.
+    requests: the engine requests.
+    prompts: for each engine request, the index of its prompt in the API request.
+    events: (engine request, event) that `answer` or `chunks` has not read.
+    ended: engine requests that have finished.
     """
 
     engine: AsyncEngine
@@ -156,7 +160,7 @@ class Job:
 
     @property
     def summary(self) -> str:
-        """The token counts and times so far, for the log."""
+        """Token counts, latency and speed of the finished choices, as text for the log."""
         if not self.ended:
             return "no answer finished"
         tokens, seconds = sum(len(r.tokens) for r in self.ended), max(r.timing.last - r.timing.first for r in self.ended)
@@ -169,7 +173,10 @@ class Job:
 
     @property
     def usage(self) -> dict:
-        """OpenAI's `usage` object: token counts so far. A prompt of several choices counts once."""
+        """OpenAI's `usage` object: token counts so far.
+
+        The tokens of a prompt count once, even if several choices answer it.
+        """
         # Use the first request of each prompt: later ones count the prompt as cached.
         prompts = dict(reversed(list(zip(self.prompts, self.requests)))).values()
         prompt, generated = sum(len(r.prompt) for r in prompts), sum(len(r.tokens) for r in self.requests)
@@ -231,6 +238,6 @@ class Job:
             yield self.requests.index(request), event
 
     def close(self) -> None:
-        """Cancel unfinished requests and release `share`; call it at the end of every job."""
+        """Cancel unfinished requests and release the memory; call it at the end of every job."""
         self.engine.cancel([request for request in self.requests if request not in self.ended])
         self.share.release()

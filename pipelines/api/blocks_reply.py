@@ -15,10 +15,10 @@ from castiron.pipelines.text.tokenizer import TokenBytes
 
 @dataclass
 class Block:
-    """A part of an answer.
+    """A part of an answer: reasoning, text or a function call.
 
-    kind: "reasoning", "text" or "call". name: the function that a call names. text: the text of
-    the block; for a call, the arguments as JSON.
+    kind: "reasoning", "text" or "call". name: for a call, the name of the function. text: the text
+    of the block; for a call, the arguments as JSON. logprobs: log-probabilities of text tokens.
     """
 
     kind: str
@@ -45,9 +45,12 @@ class Block:
 class BlocksReply(Reply):
     """A builder of an answer that consists of blocks: reasoning, text and function calls.
 
-    In a stream, events begin a block (`open`), add text to it (`fill`) and end it (`close`).
-    answer: the answer as JSON, complete after `finish`. blocks: the blocks so far. end: the
-    engine's last event, with the reason why generation ended; None while the request runs.
+    Subclasses define the JSON events of a streamed answer: those that begin a block (`open`), add
+    text to it (`fill`) and end it (`close`).
+
+    answer: the answer as JSON, complete after `finish`.
+    blocks: the blocks so far.
+    end: the engine's last event, with the reason why generation ended; None while it runs.
     """
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool = False):
@@ -60,16 +63,22 @@ class BlocksReply(Reply):
         self._is_open = False
 
     def open(self, block: Block) -> Iterable[dict]:
-        """Return the events that begin a new block, which is already in `self.blocks`."""
+        """Return the JSON events that begin `block`, which is already the last of `self.blocks`."""
         return ()
 
     @abstractmethod
     def fill(self, block: Block, text: str, logprobs: list[dict]) -> Iterable[dict]:
-        """Yield the events for new `text` at the end of `block`."""
+        """Yield the JSON events for `text`, which has just been appended to `block.text`.
+
+        `logprobs`: the log-probabilities of the tokens of `text`, if they were requested.
+        """
 
     @abstractmethod
     def close(self, block: Block) -> Iterable[dict]:
-        """Yield the events that end `block`. For the last block, `self.end` is already set."""
+        """Yield the JSON events that end `block`.
+
+        If it is the last block of the answer, `self.end` already has the reason of the end.
+        """
 
     def extend(self, index: int, delta: Delta, end: Finished | None) -> Iterable[dict]:
         self._tokens += delta.tokens

@@ -31,7 +31,7 @@ class ByteLimit:
         self.clients: Counter[str] = Counter()
 
     def share(self, client: str) -> ByteShare:
-        """Return an empty share, in which one request of `client` can reserve bytes."""
+        """Return an object with which one request of `client` reserves bytes; it has none yet."""
         return ByteShare(self, client)
 
 
@@ -42,7 +42,7 @@ class ByteShare:
         self.limit, self.client, self.count = limit, client, 0
 
     def take(self, count: int) -> None:
-        """Reserve `count` more bytes; raise ApiError 429 if they exceed a limit."""
+        """Reserve `count` more bytes; raise ApiError 429 if this would exceed a limit."""
         limit, own = self.limit, self.limit.clients[self.client]
         for whose, used, limit_bytes in (("this client", own, limit.per_client), ("all clients", limit.used, limit.total)):
             if used + count > limit_bytes:
@@ -64,7 +64,10 @@ class ByteShare:
 
 
 def answer_limit() -> ByteLimit:
-    """Return the memory limit for the log-probabilities and grammars of one model's answers."""
+    """Create the memory limits for the log-probabilities and grammars of one model's answers.
+
+    They are fixed fractions of the machine's memory.
+    """
     total = total_bytes() // PART
     return ByteLimit("log-probabilities and grammars", total, total // CLIENT_PART)
 
@@ -72,15 +75,16 @@ def answer_limit() -> ByteLimit:
 def reserve_answer(
     share: ByteShare, tokens: int, top: int | None, prompt: int, prompt_top: int | None, grammar: Grammar | None
 ) -> None:
-    """Reserve memory in `share` for the log-probabilities and grammar of one answer.
+    """Reserve memory for the log-probabilities and the grammar of one answer.
 
     Args:
+        share: the memory that the request has reserved so far; it grows by this answer.
         tokens: max tokens of the answer.
-        top: number of top_logprobs of each token of the answer, None without log-probabilities.
+        top: number of top_logprobs of each token of the answer; None if the request does not ask
+            for log-probabilities.
         prompt: number of tokens in the prompt.
-        prompt_top: number of prompt_logprobs of each token of the prompt, None without
-            log-probabilities.
-        grammar: grammar of the answer, None without one.
+        prompt_top: the same as `top` for the tokens of the prompt.
+        grammar: the grammar that restricts the answer; None for free text.
 
     Raises:
         ApiError: 400 if this request exceeds the limit of a client even without other requests;

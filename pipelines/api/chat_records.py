@@ -36,7 +36,7 @@ class RefusalPart(Body):
 
 
 def parts_of(value: Any) -> Any:
-    """Convert a text to a list with one text part; return other values unchanged."""
+    """Convert a string to a list with one part of type text; return other values unchanged."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
@@ -50,7 +50,7 @@ def text_of(content: Iterable[TextPart | RefusalPart] | None) -> str:
 
 
 class Message(BaseModel):
-    """A message; other fields than role and content are passed to the chat template."""
+    """A chat message; fields other than role and content are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -73,10 +73,11 @@ class Message(BaseModel):
 
 
 def _with_object(call: Any) -> Any:
-    """Return a tool call for chat templates: its arguments are an object instead of JSON text.
+    """Convert a tool call of a message to the form that chat templates expect.
 
-    A call to a custom tool becomes a function call with the argument `input`. A call whose
-    arguments are not the JSON text of an object is returned unchanged.
+    The arguments, which are JSON text in the API, become an object. If this is not possible, the
+    call is returned unchanged. A call to a custom tool becomes a function call with the argument
+    `input`.
     """
     if isinstance(call, dict) and isinstance(custom := call.get("custom"), dict):
         function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
@@ -124,7 +125,11 @@ class AllowedTools(Body):
 
 
 class Function(Body):
-    """A function. parameters: JSON schema of the arguments, None for a function without any."""
+    """A function that the model may call.
+
+    parameters: JSON schema of the arguments; None if the function has no arguments. strict: whether
+    the arguments of a call must match this schema.
+    """
 
     name: FunctionIdentifier
     description: str | None = None
@@ -146,7 +151,10 @@ class Tool(Body):
 
 
 class Freeform(Body):
-    """A tool whose input is a text; `format`, a grammar for this text, is not supported."""
+    """The description of a custom tool, whose input is a text.
+
+    format: a grammar for this text, which is not supported.
+    """
 
     name: FunctionIdentifier
     description: str | None = None
@@ -165,7 +173,10 @@ class FreeformTool(Body):
 
 
 def _input(arguments: str) -> Any:
-    """Return the value of the key `input` in JSON text that may be incomplete; None if missing."""
+    """Return the value of the key `input` in a JSON object; None if the key is missing.
+
+    `arguments`: the object as text, whose end may be missing.
+    """
     try:
         return from_json(arguments, allow_partial="trailing-strings")["input"]
     except (ValueError, LookupError, TypeError):
@@ -195,7 +206,10 @@ class InputStream:
         self._arguments = self._returned = ""
 
     def add(self, more: str, is_end: bool = False) -> str:
-        """Append `more` to the JSON text; return the part of the input that is new."""
+        """Append `more` to the JSON text; return the part of the input that this adds.
+
+        `is_end`: whether the JSON text is now complete.
+        """
         self._arguments += more
         text = input_of(self._arguments) if is_end else _input(self._arguments)
         new = text[len(self._returned) :] if isinstance(text, str) and text.startswith(self._returned) else ""

@@ -37,8 +37,8 @@ class EmbeddingsEngine:
     def __init__(self, embedder: Embedder, queue: int, count_text: Callable[[int], None]):
         """Prepare the thread that runs `embedder`.
 
-        `queue`: max waiting requests of one client; all clients together can have `QUEUES * queue`
-        waiting requests. `count_text`: called with the number of tokens of each embedded text.
+        `queue`: max number of requests of one client that wait. For all clients together, the max
+        is `QUEUES * queue`. `count_text`: called with the number of tokens of each text.
         """
         self.embedder, self.queue, self.count_text = embedder, queue, count_text
         self._thread = ThreadPoolExecutor(1, "model")
@@ -54,16 +54,16 @@ class EmbeddingsEngine:
         return self._in_flight.total()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Do nothing, because the thread starts with the first text.
+        """Do nothing; the thread starts when the first text arrives.
 
-        The server calls `start` on every engine; `AsyncEngine` starts its thread here.
+        The server calls `start` on every engine, because `AsyncEngine` needs it.
         """
 
     def drain(self) -> None:
         self._draining = True
 
     def abort(self) -> None:
-        """Fail every unfinished request with `Stopping` once its current text is embedded."""
+        """End every unfinished request with the error `Stopping`, after its current text."""
         self._aborted = True
 
     def stop(self) -> None:
@@ -71,7 +71,11 @@ class EmbeddingsEngine:
         self._thread.shutdown(cancel_futures=True)
 
     async def vectors(self, texts: Sequence[Tokens], dimensions: int | None) -> list[np.ndarray]:
-        """Return the embedding of each text, f32 [dimensions]; raise QueueFull or Stopping."""
+        """Return the embedding of each text, f32 [dimensions].
+
+        `dimensions`: size of the embeddings; None for the model's full size. Raises QueueFull if
+        too many requests wait, and Stopping if the server shuts down.
+        """
         if self._draining:
             raise Stopping
         client, total = CLIENT.get(), self._in_flight.total()
@@ -93,7 +97,10 @@ class EmbeddingsEngine:
 
 @dataclass
 class EmbeddingsJob:
-    """A request in progress: tokenized texts, and the function that computes the answer."""
+    """A request in progress.
+
+    texts: the tokenized texts. answer: the async function that computes the JSON of the answer.
+    """
 
     texts: Sequence[Tokens]
     answer: Callable[[], Any]
@@ -181,10 +188,10 @@ class EmbeddingsApi(ModelApi):
     async def _relevance(
         self, groups: Sequence[tuple[str, Sequence[str]]]
     ) -> tuple[list[Tokens], Callable[[], Awaitable[np.ndarray]]]:
-        """Tokenize queries with their documents; return the tokens and a function to score them.
+        """Tokenize queries and documents; return the tokens and a function that computes scores.
 
-        groups: (query, its documents) of each query. The function returns the relevance of each
-        document to its query, f64 [number of documents of all groups], in the order of `groups`.
+        groups: a list of (query, documents to compare with this query). The async function returns
+        the relevance of each document to its query, f64 [number of documents in all groups].
         """
         inputs = await run_in_thread(lambda: [self.embedder.relevance_inputs(*group) for group in groups])
         tokens = list(chain.from_iterable(inputs))

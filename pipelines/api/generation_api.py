@@ -39,7 +39,11 @@ class GenerationApi(ModelApi):
     """The endpoints of a model that generates text."""
 
     def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer, names: list[str], manifest: Manifest, limits: Limits):
-        """Serve a model; raise PipelineError if `manifest` has an invalid generation_config."""
+        """Serve a model.
+
+        `names`: names that requests may use for the model; answers contain the first one. Raises
+        PipelineError if `manifest` has an invalid generation_config.
+        """
         super().__init__(engine, tokenizer, names, manifest, limits)
         self.engine: AsyncEngine = engine
         self.sampling = default_sampling(manifest, limits)
@@ -144,7 +148,8 @@ class GenerationApi(ModelApi):
     async def _prompt_ids(self, prompt: str | list[int], body: CompletionRequest, fim: Fim | None) -> list[int]:
         """Return the token ids of a prompt.
 
-        `fim`: if given, builds a fill-in-the-middle prompt from `prompt` and the request's suffix.
+        `prompt`: text or token ids. `fim`: builder of fill-in-the-middle prompts; if given, the
+        result contains both `prompt` and the request's suffix.
         """
         ids: Any = prompt
         if isinstance(prompt, str):
@@ -174,8 +179,8 @@ class GenerationApi(ModelApi):
     async def grammar(self, form: AnswerFormat | None, compact: bool = False) -> Grammar | None:
         """Compile the grammar of answers in the format `form`; return None for free text.
 
-        `compact`: whether the grammar allows no spaces between the elements of JSON. Raises
-        ApiError 400 for an invalid schema or grammar.
+        `compact`: whether JSON must be written without spaces between its elements. Raises ApiError
+        400 for an invalid schema or grammar.
         """
         if not form:
             return None
@@ -234,11 +239,13 @@ class GenerationApi(ModelApi):
 
         Args:
             prompts: token ids of each prompt; each is answered with body.n choices.
-            param: field of the prompts in the request, for error messages.
-            top: number of top_logprobs of each generated token, None without log-probabilities.
-            max_tokens: max tokens of a choice, None for no limit but the context.
-            prompt_logprobs: number of top_logprobs of each token of a prompt, None without
-                log-probabilities.
+            param: name of the request's field that has the prompts, for error messages.
+            reply: builder of the answer's JSON.
+            top: number of top_logprobs of each generated token; None if the request does not ask
+                for log-probabilities.
+            max_tokens: max tokens of a choice; None if only the context limits them.
+            grammar: grammar that restricts each choice; None for free text.
+            prompt_logprobs: the same as `top` for the tokens of the prompts.
             stop_tokens: token ids that end a choice, in addition to the model's own; not used if
                 the request has ignore_eos.
             options: more keyword arguments of `text_request`, which creates each engine request;
@@ -310,15 +317,19 @@ class GenerationApi(ModelApi):
         return found
 
     def _token_sequences(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each bad word twice: without and with a space before it."""
+        """Return the token sequences of words that the answer must not contain.
+
+        Each word has two sequences: without and with a space before the word.
+        """
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
         return [ids for text in texts if (ids := self.tokenizer.encode(text, add_special_tokens=False))]
 
     def _free_positions(self, prompt: list[int], limit: int | None, param: str) -> int:
         """Return how many more tokens fit in the context after `prompt`.
 
-        Raises ApiError 400 if no token fits, or fewer than `limit`, the tokens that the request
-        asks for. `param`: field of the prompt, for the error.
+        `limit`: number of tokens that the request asks for, None for no limit. `param`: name of the
+        request's field that has the prompt. Raises ApiError 400 if `prompt` is empty, if no token
+        fits, or if fewer than `limit` fit.
         """
         if not prompt:
             raise invalid(param, "the prompt has no tokens; give at least one")
@@ -333,7 +344,7 @@ class GenerationApi(ModelApi):
     def sampling_of(self, body: CompletionFields, choice: int = 0) -> Sampling:
         """Return the sampling options of one choice, except logit_bias.
 
-        `choice`: index of the choice, from which its seed follows if the request has a seed.
+        `choice`: index of the choice. If the request has a seed, it is added to that seed.
         """
         names = ("temperature", "temperature_schedule", "top_p", "min_p", "repeat_penalty")
         options = [("repeat_penalty", body.repetition_penalty), *((name, getattr(body, name)) for name in names)]

@@ -36,8 +36,8 @@ class ExtraFile(Body):
 class InfillRequest(CompletionFields):
     """The body of POST /infill.
 
-    llama.cpp's fields for slots and for the order of samplers are accepted and have no effect. The
-    defaults differ from those of chats: greedy decoding without a repeat penalty.
+    The defaults are greedy decoding without a repeat penalty, unlike those of chats. llama.cpp's
+    fields `samplers` and `id_slot` are accepted and have no effect.
     """
 
     model_config = ConfigDict(extra="ignore", json_schema_extra={})
@@ -93,7 +93,10 @@ class InfillReply(ChoicesReply):
         }  # fmt: skip
 
     def _selected(self, answer: dict) -> dict:
-        """Return the fields of `answer` in `response_fields`; a/b means field b of object a."""
+        """Return only those fields of `answer` that the request lists in `response_fields`.
+
+        In this list, a/b means the field b of the object a.
+        """
         if self.body.response_fields is None:
             return answer
         found = {}

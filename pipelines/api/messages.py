@@ -93,7 +93,11 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Options of reasoning; `budget_tokens` is the max number of tokens of the reasoning."""
+    """Options of reasoning.
+
+    budget_tokens: max number of tokens of the reasoning. display: "omitted" if the answer must not
+    contain the reasoning.
+    """
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(None, ge=1)
@@ -204,7 +208,10 @@ def chat_request(body: CountTokensRequest, variables: Collection[str]) -> ChatRe
 
 
 def _messages_of(turn: Turn) -> list[dict[str, Any]]:
-    """Convert a turn to chat messages; each tool result becomes a message of its own."""
+    """Convert a message of Anthropic's API to messages of OpenAI's API.
+
+    They are several messages if it contains tool results, because each becomes a separate one.
+    """
     found: list[dict[str, Any]] = []
     for block in turn.content:
         if isinstance(block, ToolResultBlock):
@@ -262,7 +269,11 @@ class MessagesReply(BlocksReply):
     prefix = "msg_"
 
     def __init__(self, model: str, token_bytes: TokenBytes, shows_reasoning: bool):
-        """Build an answer. `shows_reasoning`: whether the answer has thinking blocks."""
+        """Prepare an empty answer.
+
+        `model`: name of the model in the answer. `token_bytes`: the bytes of each token.
+        `shows_reasoning`: whether the answer has thinking blocks.
+        """
         super().__init__(model, token_bytes)
         self.shows_reasoning = shows_reasoning
         self.answer = {
@@ -312,7 +323,10 @@ def _content(block: Block) -> dict:
 
 
 def _usage(usage: dict) -> dict:
-    """Convert OpenAI's usage to Anthropic's, whose input_tokens exclude cached tokens."""
+    """Convert OpenAI's `usage` object (token counts) to Anthropic's.
+
+    Anthropic's input_tokens exclude tokens from the prefix cache.
+    """
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,
