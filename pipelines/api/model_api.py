@@ -42,12 +42,13 @@ Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits and defaults of requests.
+    """Limits and defaults for the requests to a server.
 
-    seconds: max duration, including the wait in the queue. body_bytes: max size of a request body.
-    temperature, repeat_penalty: default sampling options, None for the model's defaults.
-    priorities: whether requests may set `priority`. strict_requests: whether fields that have no
-    effect are an error.
+    seconds: max duration of a request, including the wait in the queue.
+    body_bytes: max size of a request body.
+    temperature, repeat_penalty: default sampling options; None for the model's defaults.
+    priorities: whether requests may set the field `priority`.
+    strict_requests: whether a request field that has no effect is an error.
     """
 
     seconds: float = 600.0
@@ -59,9 +60,10 @@ class Limits:
 
 
 class ModelApi:
-    """The endpoints of a model, as methods.
+    """The API endpoints of one model, as methods that do not depend on HTTP.
 
-    An endpoint that this kind of model does not support raises ApiError 400.
+    A method raises ApiError 400 if this model cannot do what the endpoint does; for example, an
+    embedding model cannot generate text.
     """
 
     # Whether the chat page can use the model.
@@ -72,8 +74,9 @@ class ModelApi:
     def __init__(self, engine: Any, tokenizer: Tokenizer, names: list[str], manifest: Manifest, limits: Limits):
         """Serve a model.
 
-        engine: `AsyncEngine` or `EmbeddingsEngine`. names: names that requests may use; answers
-        contain the first one.
+        engine: `AsyncEngine` or `EmbeddingsEngine`, which computes the answers.
+        names: names of the model that requests may use; answers contain the first one.
+        manifest: description of the compiled model, such as its context length.
         """
         self.engine, self.tokenizer, self.names, self.limits = engine, tokenizer, tuple(names), limits
         self.manifest, self.context, self.vocab = manifest, manifest.context, manifest.vocab
@@ -140,7 +143,7 @@ class ModelApi:
 
     @property
     def slots(self) -> list[dict[str, Any]]:
-        """The answer to llama.cpp's /slots: an object for each slot.
+        """The answer to llama.cpp's /slots: id, context length and `is_processing` of each slot.
 
         If n requests are unfinished, the first n slots are reported as processing.
         """
@@ -148,7 +151,10 @@ class ModelApi:
 
     @property
     def tokenizer_info(self) -> dict[str, Any]:
-        """The description of the tokenizer that lm-eval reads, with vLLM's field names."""
+        """The answer to vLLM's /tokenizer_info: special tokens, chat template and context length.
+
+        The evaluation tool lm-eval reads it.
+        """
         text = self.tokenizer
         ids = {"bos_token": text.bos, "eos_token": text.eos[0] if text.eos else None}
         special = {name: None if index is None else text.backend.id_to_token(index) for name, index in ids.items()}
@@ -170,9 +176,10 @@ class ModelApi:
     ) -> list[int]:
         """Return the token ids of messages rendered by the chat template.
 
-        `template_args`: variables of the template. `continue_last`: whether the answer continues
-        the last message. Raises ApiError for fields that the template ignores and for messages that
-        cannot fit in the context.
+        template_args: variables of the template besides the messages.
+        continue_last: whether the model continues the last message instead of starting a new one.
+        Raises ApiError for fields that the template ignores and for messages that cannot fit in the
+        context.
         """
         if self.tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template; use /v1/completions", "messages", "no_chat_template")
@@ -190,16 +197,22 @@ class ModelApi:
         return await run_in_thread(encode)
 
     def check_length(self, characters: int, param: str) -> None:
-        """Raise ApiError 400 for the field `param` if its text is too long for the context.
+        """Raise ApiError 400 if a text is certainly too long for the context.
 
-        This checks the number of characters only, because tokenizing a long text takes seconds.
+        characters: length of the text.
+        param: the request field with the text, for the error message.
+        Only the number of characters is compared, because tokenizing a long text takes seconds.
         """
         if characters > COUNTED and characters > (limit := self.context * self.tokenizer.longest_token):
             have = "have" if param == "messages" else "has"
             raise self.too_long(param, f"the {param} {have} {characters} characters; shorten to {limit} or fewer")
 
     def too_long(self, param: str, reason: str) -> ApiError:
-        """Return an ApiError 400 for the field `param`, whose value is too long for the context."""
+        """Return an ApiError 400 for a text that is too long for the context.
+
+        param: the request field with the text.
+        reason: end of the error message, such as the text's length.
+        """
         return ApiError(
             400, f"this model's maximum context length is {self.context} tokens; {reason}", param, "context_length_exceeded"
         )
@@ -213,10 +226,12 @@ class ModelApi:
 def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]], strict: bool) -> None:
     """Raise ApiError 400 if the chat template ignores a role, or a field of a message.
 
-    A role is ignored if changing the content of its messages does not change the rendered text. A
-    field is ignored if removing it does not change the rendered text. Without `strict`, only the
-    fields content and tool_calls are checked. Each field of each role is checked once, in the
-    first message that has it.
+    render: applies the chat template to a list of messages and returns the text.
+    strict: whether to check other fields than content and tool_calls too.
+
+    A role is ignored if changing the content of one of its messages does not change the rendered
+    text. A field is ignored if removing it does not change the rendered text. For each role and
+    field, only the first message that has both is tried.
     """
     # Pairs that are not checked. A template may ignore a tool result's name: the call has the function's name too.
     seen: set[tuple[str, str]] = {("user", "content"), ("assistant", "content"), ("tool", "name")}
@@ -253,6 +268,7 @@ def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]],
 def with_system_first(render: Render, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Return the messages, with all system messages merged into one at the start if necessary.
 
+    render: applies the chat template to a list of messages and returns the text.
     Merging is necessary if the template ignores or rejects system messages in later positions.
     """
     changed = [
@@ -269,7 +285,10 @@ def with_system_first(render: Render, messages: Sequence[Mapping[str, Any]]) -> 
 
 
 def default_sampling(manifest: Manifest, limits: Limits) -> Sampling:
-    """Return the sampling options that the model's generation_config and `limits` set."""
+    """Return the sampling options for requests that set none.
+
+    Options that `limits` sets take precedence over the model's generation_config.
+    """
     found = model_sampling(manifest.generation) or Sampling(TEMPERATURE)
     given = {"temperature": limits.temperature, "repeat_penalty": limits.repeat_penalty}
     return replace(found, **{name: value for name, value in given.items() if value is not None})
@@ -298,11 +317,12 @@ async def run_in_thread(function: Callable, *arguments):
 
 
 def names_of(bundle: Bundle, model: str | None = None) -> list[str]:
-    """Return the names that requests may use for a bundle; answers contain the first one.
+    """Return the names by which requests may call a compiled model; answers contain the first one.
 
-    model: the path or name by which the operator chose the bundle, or None for the name in the
-    bundle's manifest. Only the last component of a path is used. Names have no `.gguf` or
-    `.castiron` at the end.
+    bundle: the compiled model.
+    model: the path or name by which the operator chose the model, or None for the name in the
+        bundle's manifest. Only the last component of a path is used.
+    Names have no `.gguf` or `.castiron` at the end.
     """
     path = bundle.path.resolve()
     if model is not None and Path(model).exists():

@@ -51,7 +51,11 @@ Images = Annotated[Any, Unsupported([])]
 
 
 class OllamaBody(Body):
-    """The fields that all requests have; as in Ollama, unknown fields have no effect."""
+    """The fields that all requests to Ollama's API have.
+
+    As in Ollama, unknown fields have no effect.
+    expected: {field: description of its valid values}, for error messages.
+    """
 
     model_config = ConfigDict(extra="ignore", json_schema_extra={})
     expected: ClassVar[dict[str, str]] = {
@@ -129,9 +133,11 @@ class OllamaShowRequest(OllamaBody):
 
 
 async def start_ollama_chat(api: ModelApi, body: OllamaChatRequest, load_seconds: float) -> Any:
-    """Start the answer to an /api/chat request and return its job.
+    """Start to answer an /api/chat request.
 
-    load_seconds: how long it took to open the model for this request.
+    load_seconds: how long it took to open the model for this request; the answer reports it.
+    Returns the `Job` that generates the answer. If there are no messages, returns the answer
+    itself.
     """
     if not isinstance(api, GenerationApi):
         return await api.chat(body)
@@ -146,9 +152,11 @@ async def start_ollama_chat(api: ModelApi, body: OllamaChatRequest, load_seconds
 
 
 async def start_ollama_generate(api: ModelApi, body: OllamaGenerateRequest, load_seconds: float) -> Any:
-    """Start the answer to an /api/generate request and return its job.
+    """Start to answer an /api/generate request.
 
-    load_seconds: how long it took to open the model for this request.
+    load_seconds: how long it took to open the model for this request; the answer reports it.
+    Returns the `Job` that generates the answer. If there is no prompt or suffix, returns the answer
+    itself.
     """
     if not isinstance(api, GenerationApi):
         return await api.complete(body)
@@ -178,9 +186,11 @@ async def start_ollama_generate(api: ModelApi, body: OllamaGenerateRequest, load
 
 
 async def start_ollama_embed(api: ModelApi, body: OllamaEmbedRequest, load_seconds: float) -> Any:
-    """Tokenize the texts of an /api/embed request and return its job.
+    """Tokenize the texts of an /api/embed request.
 
-    load_seconds: how long it took to open the model for this request.
+    load_seconds: how long it took to open the model for this request; the answer reports it.
+    Returns an `EmbeddingsJob`, which computes the answer. If there is no text, returns the answer
+    itself.
     """
     start, head = time.monotonic() - load_seconds, {"model": body.model or api.names[0]}
     if not body.input:
@@ -198,7 +208,11 @@ async def start_ollama_embed(api: ModelApi, body: OllamaEmbedRequest, load_secon
 
 
 async def start_ollama_embeddings(api: ModelApi, body: OllamaEmbeddingsRequest) -> Any:
-    """Tokenize the text of an /api/embeddings request and return its job."""
+    """Tokenize the text of an /api/embeddings request.
+
+    Returns an `EmbeddingsJob`, which computes the answer. If there is no text, returns the answer
+    itself.
+    """
     if not body.prompt:
         return {"embedding": []}
     job = await start_ollama_embed(api, OllamaEmbedRequest(model=body.model, input=body.prompt), 0.0)
@@ -248,7 +262,11 @@ def _messages(messages: Iterable[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 def _sampling_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert Ollama's `options` to fields of OpenAI's chat request; others have no effect."""
+    """Convert Ollama's `options` to fields of OpenAI's chat request.
+
+    Unknown options have no effect. An option that is known but not supported, such as mirostat,
+    raises ApiError unless it has its default value.
+    """
     for name, value in FIXED_OPTIONS.items():
         if options.get(name, value) not in (None, value):
             raise invalid(f"options.{name}", f"options.{name}: this server supports only the value {value}; leave it out")
@@ -266,7 +284,10 @@ class OllamaReply(BlocksReply):
     is_ndjson = True
 
     def __init__(self, api: GenerationApi, body: OllamaGeneration, load_seconds: float):
-        """Build the answer to `body`. load_seconds: how long it took to open the model."""
+        """Prepare to build the answer to the request `body`.
+
+        load_seconds: how long it took to open the model; the answer reports it.
+        """
         super().__init__(body.model or api.names[0], api.token_bytes, bool(body.logprobs))
         self.is_chat = isinstance(body, OllamaChatRequest)
         self.has_context = isinstance(body, OllamaGenerateRequest) and not (body.raw or body.suffix)
@@ -274,7 +295,7 @@ class OllamaReply(BlocksReply):
 
     @property
     def opened(self) -> dict:
-        """The answer to a request that only opens the model."""
+        """The complete answer to a request without a prompt, which only loads the model."""
         return self._object() | {"done": True, "done_reason": "load"}
 
     def fill(self, block: Block, text: str, logprobs: list[dict]) -> Iterable[dict]:
@@ -326,7 +347,10 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def listed_model(name: str, manifest: Manifest, date: datetime) -> dict[str, Any]:
-    """Return a model's entry in /api/tags; `date`: when the model was made available."""
+    """Return a model's entry in the answer to /api/tags.
+
+    date: when the model was made available.
+    """
     tagged, weights = name if ":" in name else name + TAG, manifest.files[WEIGHTS]
     return {
         "name": tagged, "model": tagged, "modified_at": date.isoformat(), "size": weights.size,
@@ -335,10 +359,10 @@ def listed_model(name: str, manifest: Manifest, date: datetime) -> dict[str, Any
 
 
 def running_model(name: str, manifest: Manifest, size: int, keep: float | None) -> dict[str, Any]:
-    """Return the entry of an open model in /api/ps.
+    """Return an open model's entry in the answer to /api/ps.
 
-    size: bytes of the model's weights and states. keep: seconds until the model is closed, None if
-    the model stays open.
+    size: bytes of the model's weights and states.
+    keep: seconds until the model is closed; None if it stays open.
     """
     now = datetime.now(UTC)
     expires = now + (FOREVER if keep is None else timedelta(seconds=keep))
@@ -348,7 +372,12 @@ def running_model(name: str, manifest: Manifest, size: int, keep: float | None) 
 
 
 def shown_model(name: str, manifest: Manifest, template: str | None, date: datetime, limits: Limits) -> dict[str, Any]:
-    """Return the answer to /api/show; `date`: when the model was made available."""
+    """Return the answer to /api/show, which describes a model.
+
+    template: the model's chat template, or None.
+    date: when the model was made available.
+    limits: the server's limits; the answer contains their default sampling options.
+    """
     family, parameters = _family(manifest), {"num_ctx": _context(manifest)}
     if not manifest.encoder:
         parameters |= default_sampling(manifest, limits).settings

@@ -19,10 +19,11 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
 
 def _finish_fields(end: Finished | None, call_reason: str | None = None) -> dict:
-    """Return `finish_reason` and `stop_reason` of a choice as JSON fields.
+    """Return the JSON fields of a choice that say why it ended: `finish_reason`, `stop_reason`.
 
-    end: how generation ended, None if it has not. call_reason: the finish_reason of a choice with
-    tool calls, in place of "stop".
+    end: how generation ended; None for a choice that has not ended, whose finish_reason is null.
+    call_reason: for a choice with tool calls, the finish_reason that replaces "stop".
+    `stop_reason` is present only after a repetition loop.
     """
     reason = end and FINISH_REASONS[end.reason]
     found = {"finish_reason": call_reason if call_reason and reason == "stop" else reason}
@@ -34,12 +35,15 @@ def _call_id() -> str:
 
 
 class Reply(ABC):
-    """A builder of the answer to one request: as one JSON object, or as events of a stream.
+    """A builder of the answer to one API request: as one JSON object, or as events of a stream.
 
-    prefix: start of the answer's id. last: sent after the last event of a stream. continuous_usage:
-    whether every event has the usage so far. is_ndjson: whether a stream has a JSON object on each
-    line, instead of server-sent events. requests: the engine request of each choice, set by
-    `GenerationApi.start_job`.
+    Attributes that derived classes or `GenerationApi.start_job` set:
+
+    prefix: start of the answer's id, such as "chatcmpl-".
+    last: text sent after the last event of a stream, such as "[DONE]".
+    continuous_usage: whether every event of a stream has the token counts so far.
+    is_ndjson: whether a stream is sent as JSON lines instead of server-sent events.
+    requests: the engine request of each choice of the answer.
     """
 
     prefix = ""
@@ -53,16 +57,28 @@ class Reply(ABC):
         self.head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def begin(self, index: int, usage: dict) -> Iterable[dict]:
-        """Return the events that begin choice number `index`; `usage`: token counts so far."""
+        """Return the events with which a choice of the answer begins in a stream.
+
+        index: number of the choice, from 0.
+        usage: token counts so far.
+        """
         return ()
 
     @abstractmethod
     def extend(self, index: int, delta: Delta, end: Finished | None) -> Iterable[dict]:
-        """Yield the events for new text of choice number `index`; `end`: set if the choice ends."""
+        """Yield the events of a stream for new text of a choice.
+
+        index: number of the choice, from 0.
+        delta: the new text.
+        end: how the choice ended; None if it has not ended.
+        """
 
     @abstractmethod
     def finish(self, usage: dict) -> Iterable[dict]:
-        """Yield the events that end a stream, after all choices have finished."""
+        """Yield the events that end a stream, after all choices have finished.
+
+        usage: token counts.
+        """
 
     @abstractmethod
     def fail(self, error: ApiError) -> Iterable[dict]:
@@ -83,10 +99,13 @@ class Reply(ABC):
 class ChoicesReply(Reply):
     """A builder of an answer with one or more choices, for chat and text completions.
 
-    kind, chunk_kind: values of `object` in a complete answer and in the events of a stream.
-    include_usage: whether the last event of a stream has the usage.
-    prompt_top: number of most probable tokens to report at each position of the prompt; None
-        without log-probabilities of the prompt.
+    Attributes that derived classes or the API set:
+
+    kind: value of `object` in a complete answer.
+    chunk_kind: value of `object` in each event of a stream.
+    include_usage: whether the last event of a stream has the token counts.
+    prompt_top: how many of the most probable tokens to report for each position of the prompt; None
+        to report no log-probabilities of the prompt.
     """
 
     kind = chunk_kind = ""
@@ -101,12 +120,17 @@ class ChoicesReply(Reply):
 
     @abstractmethod
     def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
-        """Return the chunk for new text of choice number `index`; `end`: set if the choice ends."""
+        """Return the entry of `choices` in an event of a stream, with new text of one choice.
+
+        index: number of the choice, from 0.
+        delta: the new text.
+        end: how the choice ended; None if it has not ended.
+        """
 
     def prompt_fields(self, index: int) -> dict[str, Any]:
-        """Return vLLM's field prompt_logprobs of choice number `index`, if it is requested.
+        """Return vLLM's {"prompt_logprobs": ...} for choice number `index`; {} if not requested.
 
-        The field is a list with one entry for each token of the prompt: None for the first token,
+        The value is a list with one entry for each token of the prompt: None for the first token,
         and log-probabilities by token id for each of the others.
         """
         if self.prompt_top is None:
@@ -123,18 +147,22 @@ class ChoicesReply(Reply):
         return {"prompt_logprobs": found}
 
     def token_ids(self, delta: Delta) -> dict[str, list[int]]:
-        """Return the field token_ids of a choice or chunk, if it is requested."""
+        """Return {"token_ids": ids of the new tokens} for a choice; {} if it is not requested."""
         return {"token_ids": [token.id for token in delta.tokens]} if self.has_token_ids else {}
 
     def prompt_token_ids(self, index: int) -> dict[str, list[int]]:
-        """Return the field prompt_token_ids of choice number `index`, if it is requested."""
+        """Return {"prompt_token_ids": ids} for choice number `index`; {} if it is not requested."""
         return {"prompt_token_ids": self.requests[index].prompt.tolist()} if self.has_token_ids else {}
 
     def complete(self, choices: list[dict], usage: dict) -> dict:
         return {**self.head, "object": self.kind, "choices": choices, "usage": usage}
 
     def chunk(self, *choices: dict, usage: dict | None = None) -> dict:
-        """Return one event of a stream; `choices`: the new part of each choice."""
+        """Return one event of a stream.
+
+        choices: the event's list `choices`, from `delta`; empty for an event with only the usage.
+        usage: token counts.
+        """
         return {**self.head, "object": self.chunk_kind, "choices": choices, "usage": usage}
 
     def extend(self, index: int, delta: Delta, end: Finished | None) -> list[dict]:
@@ -156,11 +184,15 @@ class ChatReply(ChoicesReply):
         self, model: str, token_bytes: TokenBytes, logprobs: bool, *, is_legacy: bool = False, custom: Collection[str] = (),
         shows_reasoning: bool = True,
     ):  # fmt: skip
-        """Build the answer.
+        """Set the options of the answer.
 
-        `is_legacy`: whether a call is in the old field function_call. `custom`: names of OpenAI's
-        custom tools, whose calls have an input instead of arguments. `shows_reasoning`: whether the
-        answer has the model's reasoning.
+        model: the name that the answer contains.
+        token_bytes: returns the bytes of a token id, for the log-probabilities.
+        logprobs: whether the answer has log-probabilities.
+        is_legacy: whether a call is in OpenAI's old field function_call instead of tool_calls.
+        custom: names of custom tools; a call to such a tool has a text as input instead of
+            arguments.
+        shows_reasoning: whether the answer has the model's reasoning.
         """
         super().__init__(model, token_bytes, logprobs)
         self.is_legacy, self.custom, self.shows_reasoning = is_legacy, custom, shows_reasoning
@@ -223,9 +255,13 @@ class ChatReply(ChoicesReply):
     def _calls_to_send(self, index: int, parts: list[CallPart], is_end: bool) -> list[CallPart]:
         """Return the pieces of tool calls to send in the next event of a stream.
 
-        parts: new pieces of calls, which the model writes as JSON text. They are sent unchanged,
-        except for a custom tool: its arguments are {"input": ...}, and only the input is sent.
-        is_end: whether choice number `index` ends here, so that no input may be left unsent.
+        index: number of the choice, from 0.
+        parts: new pieces of its calls. The model writes the arguments of a call as JSON text.
+        is_end: whether the choice ends with this event.
+
+        Pieces are returned unchanged, except for custom tools: the model writes {"input": TEXT},
+        and only the pieces of TEXT are returned. When the choice ends, the rest of TEXT is
+        returned.
         """
         found = []
         for part in parts:
@@ -261,7 +297,8 @@ def _call_chunk(part: CallPart, is_custom: bool) -> dict:
 class Echo(NamedTuple):
     """The text of a prompt that is repeated at the start of a completion.
 
-    offsets: character offset of each token of the prompt; empty without log-probabilities.
+    offsets: for each token of the prompt, the index in `text` of its first character; empty if no
+        log-probabilities are requested.
     """
 
     text: str = ""
@@ -274,10 +311,13 @@ class CompletionReply(ChoicesReply):
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: int | None, echoes: list[Echo]):
-        """Build the answer.
+        """Set the options of the answer.
 
-        `logprobs`: number of most probable tokens to report at each position, None without
-        log-probabilities. `echoes`: the prompt to repeat at the start of each choice.
+        model: the name that the answer contains.
+        token_bytes: returns the bytes of a token id, for the log-probabilities.
+        logprobs: how many of the most probable tokens to report at each position; None for an
+            answer without log-probabilities.
+        echoes: for each choice, the prompt to repeat at its start.
         """
         super().__init__(model, token_bytes, logprobs is not None)
         self.top, self.echoes = logprobs, echoes
@@ -321,7 +361,10 @@ class CompletionReply(ChoicesReply):
         return {"index": index, "text": text, "logprobs": logprobs, **_finish_fields(end)}
 
     def _top(self, token: TextToken) -> dict[str, float] | None:
-        """Return {text: log-probability} of the most probable tokens and of `token` itself."""
+        """Return {text: log-probability} of the most probable tokens and of `token` itself.
+
+        Returns None for the first token of a prompt, which has no log-probability.
+        """
         if token.logprob is None:
             return None
         found: dict[str, float] = {}
@@ -331,5 +374,5 @@ class CompletionReply(ChoicesReply):
 
 
 def finite(logprob: float) -> float:
-    """Return `logprob`, but at least OpenAI's -9999, because JSON has no minus infinity."""
+    """Return max(logprob, -9999): JSON has no minus infinity; OpenAI's API sends -9999 for it."""
     return max(logprob, -9999.0)

@@ -20,7 +20,10 @@ MAX_UNKNOWN = 100
 
 
 class Unsupported:
-    """An annotation of an unsupported field, which may only be null or one of `values`."""
+    """A Pydantic annotation of a request field that this server does not support.
+
+    Requests may set the field only to null or to one of `values`, which do not change the answer.
+    """
 
     def __init__(self, *values: Any, code: str = "unsupported_parameter"):
         self.values, self.code = values, code
@@ -39,9 +42,9 @@ class Unsupported:
 
 
 class ByType:
-    """An annotation of a union of classes: the field `type` of a JSON object selects the class.
+    """A Pydantic annotation of a union of classes, chosen by the field `type` of the JSON object.
 
-    `default`: the type of an object without that field.
+    default: the type of an object without the field `type`.
     """
 
     def __init__(self, default: str | None = None):
@@ -61,11 +64,11 @@ class ByType:
 
 
 class Body(BaseModel):
-    """A JSON object of a request; null is the same as leaving a field out.
+    """Base class of JSON objects in requests. A field that is null counts as left out.
 
-    Unknown fields are an error, unless the validation context is a set: then they are ignored, and
-    their names are added to the set.
-    expected: descriptions of the values of fields, for error messages.
+    An unknown field is an error if Pydantic's validation context is None. If the context is a set,
+    unknown fields are ignored, and their names are added to the set.
+    expected: {field: description of its valid values}, for error messages.
     """
 
     model_config = ConfigDict(
@@ -158,7 +161,10 @@ def parse_body(record: type[Model], data: bytes, strict: bool = False) -> Model:
 
 
 def check_values(data: bytes) -> None:
-    """Raise ApiError 400 for a body of more than MAX_VALUES strings, lists and objects."""
+    """Raise ApiError 400 if a body has more than MAX_VALUES strings, lists and objects in total.
+
+    data: the body as JSON text.
+    """
     if data.count(b'"') // 2 + data.count(b"[") + data.count(b"{") <= MAX_VALUES:
         return
     # The quick count above includes quotes and brackets inside strings; only the regex counts exactly.
@@ -176,9 +182,10 @@ def log_ignored(names: Iterable[str]) -> None:
 
 
 def parse_record(record: type[Model], value: Any, ignored: set[str] | None = None) -> Model:
-    """Convert JSON to an object of the class `record`; raise ApiError 400 for an invalid field.
+    """Convert a JSON value to an object of the class `record`.
 
-    `ignored`: gets the names of unknown fields; None to make them an error.
+    ignored: a set to which the names of unknown fields are added; None to make them an error.
+    Raises ApiError 400 for an invalid field.
     """
     try:
         return record.model_validate(value, context=ignored)
@@ -214,9 +221,10 @@ def parse_record(record: type[Model], value: Any, ignored: set[str] | None = Non
 
 @contextmanager
 def fields_renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Replace field names of OpenAI's chat API in an ApiError that the `with` block raises.
+    """A context manager that replaces the field name in an ApiError raised in the `with` block.
 
-    Requests of other APIs are converted to chat requests, but errors must name the client's fields.
+    Requests of other APIs are converted to OpenAI's chat requests, so an error names a field of the
+    chat request. This replaces it with the client's own field.
     names: {field of a chat request: field of the client's API}.
     """
     try:

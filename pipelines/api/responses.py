@@ -46,10 +46,13 @@ ECHOED = (
 
 @dataclass(frozen=True)
 class Stored:
-    """A stored response.
+    """A response in a `ResponseStore`.
 
-    owner: API key of the client. body: the response as JSON. items: output items by id. messages:
-    the conversation up to the end of the response, without instructions. bytes: memory used.
+    owner: API key of the client.
+    body: the response as JSON.
+    items: the response's output items, by id.
+    messages: the conversation up to the end of the response, without the request's `instructions`.
+    bytes: memory used.
     """
 
     owner: bytes
@@ -60,9 +63,10 @@ class Stored:
 
 
 class ResponseStore:
-    """A store of the most recently used responses.
+    """A store of the most recently used responses, so that later requests can continue them.
 
-    A response is found only with the API key of the client that it was stored for.
+    A response is returned only to the client that it was stored for. In the methods, `owner` is the
+    API key of the client.
     """
 
     def __init__(self, count: int = 1000, bytes: int = 64 << 20):
@@ -73,7 +77,12 @@ class ResponseStore:
         self._items: dict[str, str] = {}
 
     def put(self, owner: bytes, response: dict, messages: Sequence[Message]) -> None:
-        """Store a response for the API key `owner`; `messages`: the conversation before it."""
+        """Store a response, and delete the least recently used ones if the store is full.
+
+        owner: API key of the client.
+        response: the response as a JSON object.
+        messages: the conversation before the response.
+        """
         body = json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
         output = InputTokensRequest(input=response.get("output")).items(lambda name: None)
         messages = [*messages, *messages_of(output)]
@@ -85,7 +94,10 @@ class ResponseStore:
             self._drop(next(iter(self._stored)))
 
     def get(self, owner: bytes, name: str) -> Stored | None:
-        """Return the response with the id `name`, or None if `owner` has no such response."""
+        """Return the response with the id `name`; None if the client has no such response.
+
+        owner: API key of the client.
+        """
         found = self._stored.get(name)
         if found is None or found.owner != owner:
             return None
@@ -93,18 +105,27 @@ class ResponseStore:
         return found
 
     def item(self, owner: bytes, name: str) -> StoredItem | None:
-        """Return the output item with the id `name`, or None if `owner` has no such item."""
+        """Return the output item with the id `name`; None if the client has no such item.
+
+        owner: API key of the client.
+        """
         found = self.get(owner, self._items.get(name, ""))
         return found.items[name] if found else None
 
     def body(self, owner: bytes, name: str) -> bytes:
-        """Return a response as JSON; raise ApiError 404 if it is not stored."""
+        """Return the response with the id `name` as JSON; ApiError 404 if it is not found.
+
+        owner: API key of the client.
+        """
         if (found := self.get(owner, name)) is None:
             raise ApiError(404, f"no such response: {name!r:.80}; the server may have deleted it", code="response_not_found")
         return found.body
 
     def delete(self, owner: bytes, name: str) -> None:
-        """Delete a response; raise ApiError 404 if it is not stored."""
+        """Delete the response with the id `name`; ApiError 404 if it is not found.
+
+        owner: API key of the client.
+        """
         self.body(owner, name)
         self._drop(name)
 
@@ -118,7 +139,11 @@ NO_STORE = ResponseStore(count=0)
 
 
 async def start_response(api: ModelApi, body: ResponsesRequest, store: ResponseStore = NO_STORE, owner: bytes = b"") -> Any:
-    """Start the answer to a request to /v1/responses and return its job."""
+    """Start to answer a request to /v1/responses, and return the `Job` that generates the answer.
+
+    store: where earlier responses are found and the new one is stored.
+    owner: API key of the client.
+    """
     is_stored = store.count > 0 and body.store is not False
     with fields_renamed(FIELDS):
         chat, conversation = await _chat(body, store, owner)
@@ -134,10 +159,12 @@ async def count_response_tokens(api: ModelApi, body: InputTokensRequest, store: 
 
 
 async def _chat(body: InputTokensRequest, store: ResponseStore, owner: bytes) -> tuple[ChatRequest, list[Message]]:
-    """Convert `body` to a chat request; return it and the messages to store with the response.
+    """Convert `body` to a chat request.
 
-    The messages are the complete conversation, with that of the previous response, but without
-    instructions. owner: API key of the client.
+    store: where the previous response is found, if `body` continues one.
+    owner: API key of the client.
+    Returns (chat request, messages to store with the response). These messages are the complete
+    conversation, from its first request on, without instructions.
     """
     before: Sequence[Message] = ()
     if (name := body.previous_response_id) is not None:
@@ -167,10 +194,12 @@ class ResponsesReply(BlocksReply):
         self, model: str, token_bytes: TokenBytes, body: ResponsesRequest, sampling: Sampling,
         put: Callable[[dict], None] | None,
     ):  # fmt: skip
-        """Build the response to `body`.
+        """Set the options of the answer to the request `body`.
 
-        sampling: the options, such as temperature, that the response reports. put: stores the
-        complete response, a JSON object; None for a response that is not stored.
+        model: the name that the answer contains.
+        token_bytes: returns the bytes of a token id, for the log-probabilities.
+        sampling: the options, such as temperature, that the answer reports.
+        put: called with the complete answer, a JSON object, to store it; None if it is not stored.
         """
         super().__init__(model, token_bytes, body.logprobs)
         self.put, self.names = put, names_in_namespaces(body.tools or ())
@@ -286,7 +315,10 @@ class ResponsesReply(BlocksReply):
         return {**head, "type": "function_call", "call_id": block.call_id, **self._names(block), "arguments": block.text}
 
     def _names(self, block: Block) -> dict[str, str]:
-        """Return the field `name` of a call and, for a function in a namespace, `namespace`."""
+        """Return {"name": ...} for the function that a tool call names.
+
+        If the function is in a namespace, return {"name": ..., "namespace": ...}.
+        """
         return self.names.get(block.name, {"name": block.name})
 
 

@@ -23,7 +23,10 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class Item(Body):
-    """Base class of input items; an item of an earlier answer also has its `id` and `status`."""
+    """Base class of the items in the field `input` of a request.
+
+    An item that the client copies from an earlier answer also has its `id` and `status`.
+    """
 
     id: str | None = None
     status: str | None = None
@@ -47,7 +50,7 @@ class FunctionCall(Item):
 
 
 class CustomCall(Item):
-    """A call to a custom tool, whose input is a text."""
+    """A call to a custom tool, whose input is a free text instead of JSON arguments."""
 
     type: Literal["custom_tool_call"]
     call_id: str
@@ -100,7 +103,7 @@ class FunctionTool(Function):
 
 
 class CustomTool(Freeform):
-    """A tool whose input is a text."""
+    """A custom tool, whose input is a free text instead of JSON arguments."""
 
     type: Literal["custom"]
     defer_loading: Literal[False] | None = None
@@ -108,7 +111,7 @@ class CustomTool(Freeform):
 
 
 class Namespace(Body):
-    """Functions that the model calls as `NAMESPACE.NAME`."""
+    """A named group of functions; the model calls each of them as `NAMESPACE.FUNCTION`."""
 
     type: Literal["namespace"]
     name: FunctionIdentifier
@@ -126,7 +129,7 @@ class ChosenFunction(Body):
 
 
 class AllowedTools(Body):
-    """A tool choice that lists the tools which the answer may call."""
+    """A tool choice that allows calls only to the tools in its list."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -146,7 +149,7 @@ class TextOptions(Body):
 
 
 class Reasoning(Body):
-    """Options of reasoning; answers have the complete reasoning instead of a summary."""
+    """Options of reasoning. Answers have the complete reasoning, even if a summary is requested."""
 
     effort: schemas.Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -179,10 +182,10 @@ class InputTokensRequest(Body):
     conversation: Annotated[Any, Unsupported()] = None
 
     def items(self, stored: Callable[[str], StoredItem | None]) -> list[StoredItem]:
-        """Return the items of the input, with each reference replaced by the referenced item.
+        """Return the items in the field `input`, with each reference replaced by the item it names.
 
-        stored: called with an item's id, returns the item, or None if it is not stored. Raises
-        ApiError 400 for an unknown id.
+        stored: returns the item with a given id, or None if it is not stored.
+        Raises ApiError 400 for an unknown id.
         """
         found: list[StoredItem] = []
         for index, item in enumerate(self.input or ()):
@@ -228,7 +231,10 @@ class ResponsesRequest(InputTokensRequest, GenerationFields):
 
 
 def messages_of(items: Iterable[StoredItem]) -> list[Message]:
-    """Convert items to chat messages; consecutive reasoning, text and calls become one message."""
+    """Convert the items of a conversation to chat messages.
+
+    Reasoning, text and tool calls that follow each other become one assistant message.
+    """
     found: list[dict[str, Any]] = []
 
     def assistant(field: str, value: Any) -> None:
@@ -263,8 +269,9 @@ def messages_of(items: Iterable[StoredItem]) -> list[Message]:
 def chat_request(body: InputTokensRequest, before: Sequence[Message], messages: Sequence[Message]) -> ChatRequest:
     """Convert a request of the Responses API to a chat request.
 
-    `before`: the conversation up to the end of the previous response that `body` continues.
-    `messages`: messages from the field `input`.
+    before: the earlier conversation, which ends with the response that `body` continues; empty if
+        `body` starts a conversation.
+    messages: the new messages, from the field `input`.
     """
     conversation = [*before, *messages]
     if body.instructions:
@@ -300,7 +307,10 @@ def full_name(namespace: str | None, name: str) -> str:
 
 
 def names_in_namespaces(tools: Iterable[AnyTool]) -> dict[str, dict[str, str]]:
-    """Map the full name of each function in a namespace to its name and its namespace."""
+    """Return {full name: {"name": ..., "namespace": ...}} for each function in a namespace.
+
+    The full name is `namespace.name`.
+    """
     return {
         full_name(space.name, function.name): {"name": function.name, "namespace": space.name}
         for space in tools

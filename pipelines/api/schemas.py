@@ -92,10 +92,11 @@ MAX_PRIORITY = 2**53
 
 
 def _biases(value: Any) -> Any:
-    """Convert the field `logit_bias` to a dict from token id or text to bias.
+    """Convert the field `logit_bias` to {token id or text: bias}.
 
-    value: OpenAI's object of that form, or llama.cpp's list of [token id or text, bias]. As in
-    llama.cpp, the bias false forbids a token. Another value is returned unchanged.
+    value: {token id or text: bias}, as in OpenAI's API, or a list of [token id or text, bias], as
+        in llama.cpp's. An invalid value is returned unchanged, because Pydantic rejects it later.
+    The bias false, with which llama.cpp forbids a token, becomes -100.
     """
     if isinstance(value, list):
         is_pair = lambda each: isinstance(each, list) and len(each) == 2 and type(each[0]) in (int, str)
@@ -110,7 +111,11 @@ def _biases(value: Any) -> Any:
 
 
 class StreamOptions(Body):
-    """Options of a stream; continuous_usage_stats (vLLM) adds the usage so far to every chunk."""
+    """Options of a stream.
+
+    include_usage: whether the last chunk has token counts.
+    continuous_usage_stats: whether every chunk has the token counts so far, as in vLLM.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -147,8 +152,9 @@ class StructuredOutputs(Body):
 class GenerationFields(Body):
     """The fields of all requests for generated text, in OpenAI's and Anthropic's formats.
 
-    Castiron adds fields that these APIs do not have: min_p, repeat_penalty (or repetition_penalty),
-    repetition_stop, ignore_eos, grammar, regex, vLLM's priority and, for OpenAI's API, top_k.
+    Some of the fields are not in these APIs: min_p, repeat_penalty (or repetition_penalty),
+    repetition_stop, ignore_eos, grammar, regex, temperature_schedule, vLLM's priority and, for
+    OpenAI's API, top_k.
     """
 
     model: str | None = None
@@ -215,12 +221,15 @@ class CompletionFields(GenerationFields, UnsupportedFields):
 
     @property
     def limit(self) -> int | None:
-        """The max tokens that the request sets: negative means no limit, None means not set."""
+        """The max tokens of the answer that the request sets.
+
+        A negative number means no limit. None means that the request sets nothing.
+        """
         return self.n_predict if self.max_tokens is None else self.max_tokens
 
     @property
     def reasoning_budget(self) -> int | None:
-        """The max tokens of reasoning, None for no limit."""
+        """The max tokens of reasoning that the request sets; None for no limit."""
         given = (self.thinking_token_budget, self.thinking_budget_tokens, self.reasoning_budget_tokens)
         return min((each for each in given if each is not None and each >= 0), default=None)
 
@@ -288,10 +297,10 @@ class CompletionRequest(CompletionFields):
 
 
 class EmbeddingsRequest(Body):
-    """The body of POST /v1/embeddings.
+    """The body of POST /v1/embeddings, with two fields that are not in OpenAI's API.
 
-    Castiron adds prompt_name (a prompt of the model, put before each text) and truncate (whether
-    long texts are cut).
+    prompt_name: name of one of the model's prompts; this prompt is put before each text.
+    truncate: whether texts that are too long are truncated, instead of being an error.
     """
 
     input: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
@@ -304,14 +313,17 @@ class EmbeddingsRequest(Body):
 
 
 class Document(BaseModel):
-    """A document to rank; the answer returns it with all its fields."""
+    """A document to rank. It may have other fields too, which a returned document keeps."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     text: str
 
 
 class RerankRequest(Body):
-    """The body of POST /v1/rerank, as in Cohere's, Jina's and vLLM's APIs; long texts are cut."""
+    """The body of POST /v1/rerank, as in Cohere's, Jina's and vLLM's APIs.
+
+    Texts that are too long are truncated.
+    """
 
     query: str
     documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_INPUTS)]
@@ -324,7 +336,11 @@ class RerankRequest(Body):
 
 
 class ScoreRequest(Body):
-    """The body of POST /v1/score: texts to compare; text_1 has one text, or as many as text_2."""
+    """The body of POST /v1/score: two lists of texts to compare.
+
+    text_1: one text, which is compared with each text in text_2; or a list as long as text_2, for
+        comparing the texts at the same index.
+    """
 
     expected: ClassVar[dict[str, str]] = dict.fromkeys(("text_1", "text_2"), "a string or a list of 1 to 2048 strings")
 

@@ -30,10 +30,13 @@ Answer = Callable[[Iterator[Record | None]], Iterable[Answered]]
 
 @dataclass
 class Summary:
-    """Counts of a job. Tokens and seconds are counted in this run only.
+    """Counts of a batch job, which may have been interrupted and continued by several runs.
 
-    records: records finished in all runs. before: records finished in earlier runs. failed: records
-    whose result is an error. duplicates: records with the custom_id of an earlier record.
+    records: records finished in all runs.
+    before: records finished in earlier runs.
+    failed: records, finished in any run, whose answer is an error.
+    prompt_tokens, generated_tokens, cached_tokens, seconds: of this run only.
+    duplicates: records with the custom_id of an earlier record.
     """
 
     records: int = 0
@@ -50,7 +53,10 @@ class Summary:
         return (self.prompt_tokens + self.generated_tokens) / self.seconds if self.seconds else 0.0
 
     def count(self, outcome: Outcome) -> None:
-        """Count a record that this run has finished."""
+        """Add a record that this run has finished to the counts.
+
+        outcome: the answer to the record, with its token counts.
+        """
         self.records += 1
         self.failed += outcome.failed
         self.prompt_tokens += outcome.prompt
@@ -62,14 +68,15 @@ def run_job(
     records: Records, key: Callable[[Record], str], answer: Answer, output: Path | None,
     report: Callable[[Summary, float | None], None] = lambda summary, share: None,
 ) -> Summary:  # fmt: skip
-    """Answer the records of a job, write the output, and return counts.
+    """Answer the records of a batch job, write the output, and return counts.
 
-    records: the records of the input; None while no record is available.
-    key: returns a hash of a record, by which the answer of an earlier run is found. Such records
-    are skipped.
-    answer: answers records, in any order. output: the output file, or None for stdout.
-    report: called with (counts so far, finished fraction of the input). The fraction is None if it
-    is unknown.
+    records: iterable over the input; it yields None while no record is available.
+    key: returns a hash of a record. A record is skipped if an earlier run of the job has answered a
+        record with the same hash.
+    answer: takes an iterator over records, and yields (record, outcome) in any order.
+    output: the output file, or None for stdout.
+    report: called with (counts so far, finished fraction of the input) after each record. The
+        fraction is None if it is unknown.
 
     Raises PipelineError if another process writes the output. If the input is damaged, the error is
     raised after the records before the damage are answered.
@@ -117,8 +124,10 @@ def run_job(
 def answering(engine: Engine | None, conversion: Conversion, window: int = MAX_REQUESTS) -> Answer:
     """Return a function that answers the records of a job.
 
-    engine: generates text; None for an embedding model, whose records `conversion` answers.
-    window: how many requests are sorted at a time, so that common prefixes are found in the cache.
+    engine: generates text; None for an embedding model.
+    conversion: converts a record to engine requests; for an embedding model, answers it.
+    window: how many requests are sorted at a time. Sorting puts prompts with a common prefix next
+        to each other, so that the prefix is found in the cache.
     """
 
     works = lambda records: (record and conversion.work(record) for record in records)
@@ -129,8 +138,8 @@ def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answere
     """Answer records; yield (record, outcome) as soon as all requests of a record have ended.
 
     engine: runs the requests; None if no record has any.
-    works: records with their requests, or None while no record is available. The next record is
-    taken when the engine has a free slot.
+    works: records with their engine requests. The next one is taken when the engine can run one
+        more request. It may yield None, if no record is available at the moment.
     Closing the iterator cancels the requests that are running.
     """
     stream, owners, ended = engine.stream() if engine else None, dict[Request, Work](), False
@@ -164,12 +173,14 @@ def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answere
 
 
 def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -> Iterator[Work | None]:
-    """Sort records by prompt, in windows of consecutive records, and yield them one by one.
+    """Yield records in groups of consecutive records (windows), each sorted by prompt.
 
-    works: the records with their requests, or None while no record is available.
-    A window ends at `max_requests` requests or MAX_TOKENS prompt tokens. It also ends if no record
-    is available and WAIT seconds have passed since its first record; before that, each None in
-    `works` is yielded as None.
+    works: records with their engine requests. It yields None if no record is available at the
+        moment.
+    max_requests: a window ends when it has this number of requests.
+
+    A window also ends at MAX_TOKENS prompt tokens, or if no record is available and WAIT seconds
+    have passed since its first record. While it waits, the iterator yields None.
     """
     window, size, tokens, began = list[Work](), 0, 0, 0.0
     for work in works:
@@ -189,14 +200,17 @@ def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -
 
 
 def arranged(works: Iterable[Work]) -> list[Work]:
-    """Return records sorted by their prompts, so that those with a common prefix run together."""
+    """Return records sorted by their prompts, so that prompts with a common prefix are adjacent."""
     # Big-endian bytes compare like the lists of token ids that they encode.
     prompt = lambda work: work.requests[0].prompt.astype(">u4").tobytes() if work.requests else b""
     return sorted(works, key=lambda work: (prompt(work), work.record.index))
 
 
 def open_records(path: str) -> Records:
-    """Return the records of a file, or of stdin for "-"; PipelineError for other extensions."""
+    """Return the records of the input file `path`, or of stdin for "-".
+
+    Raises PipelineError for a file name extension that is neither of JSON lines nor of Parquet.
+    """
     if is_table(path):
         from castiron.pipelines.batch.parquet import Table
 
@@ -207,8 +221,7 @@ def open_records(path: str) -> Records:
 def write_output(output: Path, entries: Callable[[], Iterable[Entry]]) -> None:
     """Write finished records to the file `output` atomically.
 
-    entries: returns an iterator over the records. It is called twice for Parquet, and otherwise
-    once.
+    entries: returns a new iterator over the records at each call.
     """
     with replace_file(output) as file:
         if is_table(output.name):
@@ -222,7 +235,7 @@ def write_output(output: Path, entries: Callable[[], Iterable[Entry]]) -> None:
 
 
 def line_of(entry: Entry) -> bytes:
-    """Return a finished record as a JSON line, with the input columns before the answer columns."""
+    """Return a finished record as a JSON line: its input columns, then its answer columns."""
     own = entry.own
     if isinstance(own, str):
         from castiron.pipelines.batch.parquet import plain, unpack

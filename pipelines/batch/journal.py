@@ -39,11 +39,11 @@ MAX_LINE = 1 << 28
 
 @dataclass(frozen=True)
 class Entry:
-    """A finished record of a batch job: its input columns and its answer.
+    """A finished record of a batch job: its input columns and its answer columns.
 
-    own: the input columns, {name: value}; for a Parquet input, one row as an Arrow stream in
-        base64.
-    added: the output columns that the answer adds, {name: value}.
+    own: the input columns that are copied to the output, {name: value}; for a Parquet input, a
+        table with one row, as an Arrow stream in base64.
+    added: the columns of the answer, {name: value}.
     """
 
     own: Mapping[str, Any] | str
@@ -51,10 +51,17 @@ class Entry:
 
 
 class Journal:
-    """The open journal of a batch job; a lock keeps other processes from writing to it."""
+    """The journal of a batch job: a file next to the output, with a line for each finished record.
+
+    A later run of the job reads the file and skips these records. A lock keeps other processes from
+    writing to it.
+    """
 
     def __init__(self, output: Path):
-        """Open or create the journal of an output; PipelineError if another process uses it."""
+        """Open or create the journal of a batch job; PipelineError if another process uses it.
+
+        output: the job's output file, next to which the journal is.
+        """
         self.path = output.with_name(output.name + ENDING)
         with naming(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,9 +103,10 @@ class Journal:
             pass
 
     def _scan(self) -> Iterator[tuple[int, int, bytes, bool]]:
-        """Yield each valid line: (file offset, size in bytes, key, whether the answer is an error).
+        """Read the journal's file; yield (file offset, size in bytes, key, failed) of valid lines.
 
-        The key is a hash that identifies the record of the line, 16 bytes.
+        key: hash that identifies the record of the line, 16 bytes.
+        failed: whether the record's answer is an error.
         """
         offset = 0
         with open(self.path, "rb") as file:
@@ -109,9 +117,11 @@ class Journal:
                 offset += len(line)
 
     def find(self, key: str) -> tuple[int, bool] | None:
-        """Find the finished record with the hash `key` (32 hex digits); None if it is not finished.
+        """Find a finished record.
 
-        Returns (file offset of its line, whether its answer is an error).
+        key: hash of the record, 32 hex digits.
+        Returns (file offset of the record's line, whether its answer is an error), or None if no
+        record with this hash is finished.
         """
         offset = self.finished.get(bytes.fromhex(key))
         return None if offset is None else (offset, bytes.fromhex(key) in self.failed)
@@ -138,7 +148,7 @@ class Journal:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def entries(self, offsets: Iterable[int]) -> Iterator[Entry]:
-        """Yield the finished records whose lines are at the given file offsets."""
+        """Yield the finished records whose lines are at the given file offsets of the journal."""
         with open(self.path, "rb") as file:
             for offset in offsets:
                 if file.tell() != offset:

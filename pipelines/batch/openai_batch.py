@@ -44,10 +44,11 @@ ENDPOINTS: dict[str, tuple[type[schemas.Body], Callable[[Any, Any], Coroutine[An
 
 
 class Collector:
-    """Replaces the engine in the server's API classes, which a batch job uses without a server.
+    """A substitute for the server's engine, with which batch jobs use the server's API classes.
 
-    Generation requests are not run here: the batch job takes them from the API and runs them
-    itself. Embeddings are computed immediately.
+    The API classes convert a request body to a job with engine requests. `submit` does not run
+    these requests, because the batch job runs them on its own engine. Embeddings are computed
+    immediately.
     """
 
     def __init__(self, embedder: Embedder | None):
@@ -61,7 +62,7 @@ class Collector:
 
 
 class OpenAI:
-    """Converts records in OpenAI's batch format to engine requests, and makes the results.
+    """Converts records in OpenAI's batch format to engine requests, and builds their answers.
 
     A record gets the same answer as the same request to `castiron serve`.
     """
@@ -69,8 +70,10 @@ class OpenAI:
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, names: list[str], embedder: Embedder | None = None):
         """Prepare to answer requests for one model.
 
-        names: the model names that requests may use. embedder: computes the embeddings of an
-        embedding model; None for a model that generates text.
+        manifest: description of the compiled model.
+        names: the model names that requests may use.
+        embedder: computes the embeddings of an embedding model; None for a model that generates
+            text.
         """
         self.loop = asyncio.new_event_loop()
         self.api: ModelApi
@@ -134,7 +137,10 @@ class OpenAI:
 
 
 def _request(fields: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return (request body, URL) from the columns of a record; PipelineError if invalid."""
+    """Return (request body, URL) of a record in OpenAI's format; PipelineError if it is invalid.
+
+    fields: the record, {column name: value}.
+    """
     if unknown := [name for name in fields if name not in FIELDS]:
         raise PipelineError(f"unknown field: {unknown[0][:40]!r}; use {', '.join(FIELDS)}")
     if not isinstance(fields.get("custom_id"), str):

@@ -93,17 +93,20 @@ def without_nulls(value: Any) -> Any:
 
 
 def unpack(own: str) -> pa.Table:
-    """Decode the input columns of a record; own: a one-row table as an Arrow stream in base64."""
+    """Decode the input columns of a record to a table with one row.
+
+    own: the table, as an Arrow stream in base64.
+    """
     return pa.ipc.open_stream(base64.b64decode(own)).read_all()
 
 
 def write(file: BinaryIO, entries: Callable[[], Iterable[Entry]]) -> None:
     """Write finished records to `file` as Parquet.
 
+    entries: returns a new iterator over the records at each call. It is called twice: first to find
+        the types of the columns, then to write the records.
     An answer column replaces an input column of the same name. If the values of a column have
-    different types, all are written as JSON text.
-    entries: returns a new iterator over the records. It is called twice: first to find the types
-        of the columns, then to write the records.
+    different types, all of them are written as JSON text.
     """
     json_columns: set[str] = set()
     found: dict[str, pa.DataType] = {}
@@ -132,7 +135,10 @@ def _groups_of(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 
 def _table(group: Sequence[Entry], json_columns: Collection[str]) -> pa.Table:
-    """Return a table with one row for each finished record; `json_columns` contain JSON text."""
+    """Return an Arrow table with one row for each finished record in `group`.
+
+    json_columns: names of the columns whose values are written as JSON text.
+    """
     records = [entry.added for entry in group]
     columns: dict[str, pa.Array | pa.ChunkedArray] = {}
     if not any(isinstance(entry.own, str) for entry in group):

@@ -22,7 +22,11 @@ class Prompts:
     """Converts records with a column `messages` or `prompt` to engine requests.
 
     A prompt is a text or a list of token ids. The attributes apply to all records of the job.
+
     max_tokens: max tokens of an answer; None for no limit except the context.
+    stop: strings that end an answer.
+    ignore_eos: whether answers continue after an end-of-sequence token.
+    repetition_stop: whether a repetition loop ends an answer.
     raw: whether prompts are encoded without the chat template.
     system: system message before each prompt.
     json_schema: JSON schema that answers must match; None for free text.
@@ -76,7 +80,10 @@ class Prompts:
         return Outcome({**empty, "error": str(error)}, failed=True)
 
     def _encode(self, fields: Mapping[str, Any]) -> tuple[Sequence[int], bool]:
-        """Return (token ids of a record's prompt, whether the chat template was used)."""
+        """Return (token ids of a record's prompt, whether the chat template was used).
+
+        fields: the record, {column name: value}.
+        """
         name = column_of(fields, PROMPTS)
         prompt, tokenizer = fields[name], self.tokenizer
         if name == "messages":
@@ -134,7 +141,10 @@ class Embeddings:
 
 
 def ids_of(value: Any, vocab: int) -> list[int] | None:
-    """Return `value` if it is a list of token ids, else None; PipelineError for invalid ids."""
+    """Return `value` if it is a non-empty list of integers, and None if it is anything else.
+
+    Raises PipelineError if one of the integers is not a token id, 0 to `vocab` - 1.
+    """
     if not (isinstance(value, list) and value and all(type(token) is int for token in value)):
         return None
     if outside := [token for token in value if not 0 <= token < vocab]:
@@ -143,9 +153,10 @@ def ids_of(value: Any, vocab: int) -> list[int] | None:
 
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
-    """Return a record's messages; PipelineError if they are invalid.
+    """Return the chat messages of a record; PipelineError if they are invalid.
 
-    If the content of a message is a list of parts, the texts of the parts are joined.
+    value: the record's column `messages`. If the content of a message is a list of texts, they are
+        joined.
     """
     if not is_messages(value):
         raise PipelineError("messages must be a non-empty list of objects with role and content")
@@ -166,9 +177,10 @@ def _content(message: Mapping[str, Any], index: int) -> str:
 
 
 def column_of(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the only one of the columns `names` that has a value in a record.
+    """Return the name of the only column among `names` that has a value in a record.
 
-    fields: the record, {column name: value}. Raises PipelineError if no column or several have one.
+    fields: the record, {column name: value}.
+    Raises PipelineError if none of these columns has a value, or more than one.
     """
     found = [name for name in names if fields.get(name) is not None]
     if len(found) != 1:

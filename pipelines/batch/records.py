@@ -37,13 +37,13 @@ class Record:
 
     index: number of the record in the input, from 0.
     fields: the columns, {name: value}; empty if the record cannot be parsed.
-    own: the columns to copy to the output, as {name: value}; for a Parquet input, one row as an
-        Arrow stream in base64, which keeps Arrow's types.
-    source: the bytes of the record in the input; `key` is a hash of them.
-    is_openai: whether the record is in OpenAI's batch format. A record that cannot be parsed has
-        the format of the record before it.
-    error: why the record cannot be parsed, or None.
-    key: hash that identifies the record in later runs of the job, 32 hex digits.
+    own: the columns to copy to the output, {name: value}; for a Parquet input, a table with one
+        row, as an Arrow stream in base64, because this preserves the types of columns.
+    source: the record before it is parsed: a line of JSON, or the bytes of an Arrow stream.
+    is_openai: whether the record is in OpenAI's batch format. A record that cannot be parsed counts
+        as having the same format as the record before it.
+    error: why the record cannot be parsed; None if it can.
+    key: hash by which later runs of the job find the record's answer, 32 hex digits.
     """
 
     index: int
@@ -66,10 +66,10 @@ def has_openai_columns(names: Collection[str]) -> bool:
 
 
 class Records(Protocol):
-    """An iterable over the records of a file or pipe; None means that no record is available yet.
+    """An iterable over the records of a file or pipe; it yields None if none is available yet.
 
     fault: the error that stopped reading before the end of the input, or None.
-    share: property; fraction of the input that has been read, 0 to 1; None if the size is unknown.
+    share: fraction of the input that has been read, 0 to 1; None if the size is unknown.
     """
 
     fault: PipelineError | None
@@ -80,7 +80,11 @@ class Records(Protocol):
 
 
 def is_table(path: str) -> bool:
-    """Return True for Parquet, False for JSON lines and "-"; PipelineError for other extensions."""
+    """Return whether an input or output file is Parquet, by its file name extension.
+
+    Returns False for JSON lines and for "-", which is stdin. Raises PipelineError for other
+    extensions.
+    """
     if path == "-" or path.lower().endswith(LINES):
         return False
     if path.lower().endswith(TABLE):
@@ -120,7 +124,11 @@ class JsonLines:
                 index, is_openai = index + 1, record.is_openai
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield the lines of the file; a line over the limit is cut to `MAX_LINE` + 1 bytes."""
+        """Yield the lines of the file.
+
+        A line of more than MAX_LINE bytes is cut to MAX_LINE + 1, by which the caller recognises
+        it.
+        """
         while line := self.file.readline(MAX_LINE + 1):
             rest = line
             while len(rest) > MAX_LINE and not rest.endswith(b"\n"):
@@ -150,9 +158,10 @@ class JsonLines:
 def _record(index: int, number: int, line: bytes, was_openai: bool) -> Record:
     """Parse a line of JSON as a record; if the line is invalid, the record has an `error`.
 
-    index: number of the record, from 0. number: number of the line, from 1, for the error message.
-    was_openai: whether the record before this one is in OpenAI's format; an invalid line counts as
-    the same format.
+    index: number of the record, from 0.
+    number: number of the line, from 1, for the error message.
+    was_openai: whether the record before this one is in OpenAI's format; a record with an error
+        counts as having the same format.
     """
     source = line.strip()
     invalid = lambda why: Record(index, {}, {}, source, was_openai, f"line {number} {why}")
@@ -175,11 +184,12 @@ def _no_constant(name: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The answer to a record, with token counts.
+    """The answer to a record of a batch job, with token counts.
 
-    added: the answer, {name of an output column: value}. failed: whether the answer is an error.
-    prompt, generated: number of prompt tokens and of generated tokens. cached: how many of the
-    prompt tokens were in the prefix cache.
+    added: the columns that the answer adds to the output, {name: value}.
+    failed: whether the answer is an error.
+    prompt, generated: number of prompt tokens and of generated tokens.
+    cached: how many of the prompt tokens were in the prefix cache.
     """
 
     added: Mapping[str, Any]
@@ -205,17 +215,17 @@ class Work:
 
 
 class Format(Protocol):
-    """Converts records in one format, such as OpenAI's, to engine requests, and makes answers."""
+    """Converts records in one format, such as OpenAI's, to engine requests, and builds answers."""
 
     def samples(self, record: Record) -> bool:
-        """Return whether the answer is sampled with a seed that the batch job chooses."""
+        """Return whether the answer depends on the `seed` that is passed to `work`."""
         ...
 
     def work(self, record: Record, seed: int) -> Work:
         """Return the record with the engine requests that answer it.
 
-        seed: for sampling, if the record does not give a seed. Raises PipelineError or ApiError if
-        the record is invalid.
+        seed: seed for sampling, if the record does not set one.
+        Raises PipelineError or ApiError if the record is invalid.
         """
         ...
 
@@ -225,23 +235,27 @@ class Format(Protocol):
 
 
 class Conversion:
-    """Converts the records of a batch job, in either format, to engine requests."""
+    """Converts records of a batch job, in OpenAI's or the plain format, to engine requests."""
 
     def __init__(self, plain: Format, openai: Callable[[], Format], identity: bytes, seed: int):
         self.plain, self.openai, self.identity, self.seed = plain, cache(openai), identity, seed
 
     def key(self, record: Record) -> str:
-        """Return a hash of all that determines the answer, as 32 hex digits.
+        """Return a hash of all that determines the answer to a record, as 32 hex digits.
 
         These are the record's content, the model and the options. If the answer is sampled, the
         hash includes the record's index, so that equal records get different answers. For an
-        invalid record it includes the index too, because the error message names the line.
+        invalid record it includes the index too, because the error message contains the line
+        number.
         """
         numbered = record.error is not None or self._format(record).samples(record)
         return hashlib.sha256(self.identity + (b"%d " % record.index if numbered else b"") + record.source).hexdigest()[:32]
 
     def work(self, record: Record) -> Work:
-        """Return the engine requests for a record; the answer to an invalid record is an error."""
+        """Return a record with the engine requests that answer it.
+
+        For an invalid record there are no requests, and the answer is an error.
+        """
         format_ = self._format(record)
         seed = int.from_bytes(hashlib.sha256(f"{self.seed} {record.key}".encode()).digest()[:8]) >> 1
         try:
@@ -262,7 +276,11 @@ class Conversion:
 
 
 def identity(manifest: Manifest, options: Mapping[str, Any]) -> bytes:
-    """Return a SHA-256 hash of what affects the answers: the bundle and the `options`."""
+    """Return a SHA-256 hash of all that affects the answers of a job, besides its records.
+
+    manifest: description of the compiled model.
+    options: options of the job, {name: value}.
+    """
     files = {name: file.sha256 for name, file in manifest.files.items() if name not in IDLE_FILES}
     facts = [files, manifest.name, manifest.context, manifest.numerics, manifest.generation, repr(manifest.tokens),
              repr(manifest.encoder), manifest.tool_format, dict(options)]  # fmt: skip

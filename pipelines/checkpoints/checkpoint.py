@@ -58,7 +58,7 @@ _child = ChildProcess(seconds=10, max_bytes=2 << 30)
 class Tensor:
     """A tensor in a file, whose data is read when it is needed.
 
-    name: HF's name, also if the file is GGUF; only a `GgufFile` has tensors with GGUF's names.
+    name: HF's name, such as "model.norm.weight", also if a GGUF file is read as a checkpoint.
     shape: (out, in) for a linear layer.
     codec: element type or quantisation, such as "f16" or "q4_k".
     source: the tensor's name in the file.
@@ -80,7 +80,7 @@ class Tensor:
     def nbytes(self) -> int:
         """Return the size of the stored data in bytes.
 
-        Raises ValueError if a row is not a multiple of the quantisation's block.
+        Raises ValueError if the length of a row is not a multiple of the quantisation's block size.
         """
         return math.prod(self.shape[:-1]) * row_bytes(self.codec, self.shape[-1])
 
@@ -95,11 +95,13 @@ class Encoding:
 
     prompts: {name of a prompt: text to put before an input}.
     default_prompt: name of the prompt to use by default.
-    max_tokens: max tokens of a text; None if only the context limits it.
-    lower_case: whether texts are converted to lower case first.
+    max_tokens: max tokens of a text; None if only the context length limits it.
+    lower_case: whether texts are converted to lower case before tokenization.
     tensors: weights of the layers after pooling, by name.
-    relevance: for a reranker, the function from a logit to a score: "sigmoid" or "identity".
-    types: for a reranker, whether the tokens of the second text have token type id 1, as in BERT.
+    relevance: for a reranker, the function that converts a logit to a score: "sigmoid" or
+        "identity".
+    types: for a reranker, whether tokens of the second text (the document) have token type id 1, as
+        in BERT.
     """
 
     pooling: Pooling
@@ -120,10 +122,11 @@ class Checkpoint:
     config, tokenizer, generation_config: the contents of config.json, tokenizer.json and
         generation_config.json.
     fim_token_ids: ids of the fill-in-the-middle tokens in a GGUF file, by role, such as "suf".
-    left_out: number of tensors that castiron does not use, by name prefix, such as "model.visual".
+    left_out: {prefix of tensor names, such as "model.visual": number of tensors}, for tensors in
+        the file that castiron does not use.
     quantization_config: the one in config.json, if the weights are quantised.
-    column_orders: {weight: tensor with its column permutation}, by names, for weights whose
-        columns are stored in another order, as by GPTQ's act-order.
+    column_orders: {name of a weight: name of the tensor with the order of its columns}, for weights
+        whose columns are stored in another order, as by GPTQ's act-order.
     """
 
     path: Path
@@ -143,7 +146,7 @@ class Checkpoint:
 
 
 def map_file(path: Path) -> memoryview:
-    """Map a regular file read-only; CheckpointError if the file is empty or unreadable."""
+    """Map a regular file into memory, read-only; CheckpointError if it is empty or unreadable."""
     try:
         return Part.of(path).map()
     except ValueError:
@@ -153,9 +156,10 @@ def map_file(path: Path) -> memoryview:
 
 
 def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:
-    """Return the metadata or config `keys` without the keys that --ignore-key names.
+    """Return the config or metadata `keys` without those that the option --ignore-key names.
 
-    Raises CheckpointError if an ignored key does not exist. where: the file, for the message.
+    ignored: the keys to leave out. Raises CheckpointError if one of them does not exist.
+    where: the file, for the error message.
     """
     if absent := [key for key in ignored if key not in keys]:
         raise CheckpointError(f"{where} has no key {shorten(absent[0])}; remove --ignore-key for this key")
@@ -171,7 +175,9 @@ def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tu
     """Raise CheckpointError if a size in the config is larger than the tensors allow.
 
     For example, a damaged config may have more layers than the file has tensors for. Building such
-    a model could exhaust the memory. shapes: shape of each tensor, by name.
+    a model could exhaust the memory.
+    path: the file, for the error message.
+    shapes: shape of each tensor, by name.
     """
     numbers = [[part for part in name.split(".") if part.isdecimal()] for name in shapes]
     # Experts are tensors such as model.layers.3.mlp.experts.7.up_proj.weight, or one tensor [experts, out, in].
@@ -230,7 +236,10 @@ def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: C
 
 
 def validate(checkpoint: Checkpoint, vocab: int) -> None:
-    """Raise CheckpointError for a special token outside the vocabulary, or a non-finite weight."""
+    """Raise CheckpointError for a special token outside the vocabulary, or a non-finite weight.
+
+    vocab: number of tokens in the vocabulary.
+    """
     tokens = [("bos_token_id", checkpoint.bos_token_id), *(("eos_token_id", eos) for eos in checkpoint.eos_token_ids)]
     tokens += [(f"fim_{role}_token_id", token) for role, token in checkpoint.fim_token_ids.items()]
     for key, token in tokens:
@@ -242,7 +251,7 @@ def validate(checkpoint: Checkpoint, vocab: int) -> None:
 
 
 def check_tokenizer(checkpoint: Checkpoint, vocab: int) -> bytes | None:
-    """Return the checkpoint's tokenizer.json as bytes, after checks; None if it has no tokenizer.
+    """Return the checkpoint's tokenizer.json as bytes; None if it has no tokenizer.
 
     Raises CheckpointError if the tokenizer is invalid, or has token ids that are not below `vocab`.
     """
@@ -259,7 +268,10 @@ def check_finite(checkpoint: Checkpoint) -> None:
 
 
 def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
-    """Return a tokenizer, without truncation or padding, from the content of a tokenizer.json."""
+    """Return a tokenizer, without truncation or padding, from the content of a tokenizer.json.
+
+    path: the file, for the error message.
+    """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_buffer(_check_tokenizer(content, path))
@@ -288,10 +300,11 @@ def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None
 
 
 def largest_id(content: str) -> int:
-    """Try a tokenizer on a fixed text, and return the largest token id that it produces.
+    """Encode a fixed text with a tokenizer, and return the largest token id of the result.
 
-    Returns -1 if the text cannot be encoded. content: text of a tokenizer.json; PipelineError if it
-    is invalid.
+    content: text of a tokenizer.json.
+    Returns -1 if the tokenizer cannot encode the text. Raises PipelineError if `content` is
+    invalid.
     """
     from tokenizers import Tokenizer
 
