@@ -30,18 +30,19 @@ _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from castir
 class LimitExceeded(Exception):
     """Raised if a function in a child process exceeds a limit, crashes, or raises an exception.
 
-    A PipelineError that the function raises is passed on to the caller as it is.
+    If the function raises a PipelineError, the caller gets a PipelineError instead.
     """
 
 
 class ChildProcess:
-    """A child process that runs one function at a time. It is started when it is needed."""
+    """A child process that runs one function at a time; a call starts it if it is not running."""
 
     def __init__(self, seconds: float, max_bytes: int, initialise: Callable[..., Any] = bool, *arguments: Any):
-        """Set the limits of a call, and the function that each new process calls first.
+        """Store the limits and the first function to call; the process itself is started by `call`.
 
-        seconds: max processor time of a call; its max wall-clock time is 10 times as much.
-        max_bytes: max memory, on systems that can limit it. initialise: called with `arguments`.
+        seconds: max processor time of a call. The max wall-clock time is 10 times as long.
+        max_bytes: max memory of the process, on systems that can limit it.
+        initialise: function that each new process calls first, with `arguments`.
         """
         self.seconds, self.max_bytes, self._initialise = seconds, max_bytes, (name_of(initialise), arguments)
         self._process: subprocess.Popen | None = None
@@ -150,10 +151,11 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def main() -> None:
-    """Run as the child process: call functions that stdin names, and write results to stdout.
+    """Run as the child process: read function calls from stdin, and write their results to stdout.
 
-    A line of stdin is JSON with a function's name and arguments. A line of stdout is the
-    function's result.
+    All lines are JSON. The first line of stdin has the limits, and the second the function to call
+    first. Each further line has a function's name and arguments, and its result is written as one
+    line.
     """
     # The parent handles Ctrl-C. What libraries print goes to the null device, so that the pipe to
     # the parent has answers only.

@@ -1,4 +1,4 @@
-"""Read the pooling and last layers of an embedding model or reranker from an HF directory."""
+"""Read the layers after the transformer of embedding models and rerankers from HF directories."""
 
 from __future__ import annotations
 
@@ -23,9 +23,13 @@ _EMBEDDING = "sentence_embedding"
 
 
 def read_encoding(path: Path) -> Encoding | None:
-    """Read the pooling, last layers and prompts of a sentence-transformers model.
+    """Read how a sentence-transformers model computes a vector from the transformer's output.
 
-    The result is None for other models, which have no modules.json.
+    Returns the pooling, the layers after it, the max tokens of a text, and the prompts: texts to
+    put before a query or a document. The result is None for models without modules.json, the list
+    of these layers.
+
+    path: directory of the model.
     """
     found = json_value(path / MODULES)
     if found is None:
@@ -116,17 +120,21 @@ def tokenizer_limit(path: Path) -> int | None:
 
 
 def _tokens(value: Any) -> int | None:
-    """Return `value` if it is a valid token limit, else None; files have 1e30 for "no limit"."""
+    """Return `value` if it is a valid max number of tokens, else None.
+
+    `value` is from a JSON file, in which 1e30 means "no limit".
+    """
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
 
 
 @dataclass(frozen=True)
 class Head:
-    """The classification layers of rerankers of one model family, such as BERT.
+    """The layers after the transformer in the rerankers of one model family, such as BERT.
 
-    modules: {HF's name of a layer: name of the layer in the compiled model}. pooling: returns the
-    pooling and the layers after it, from a config. types: whether the tokens of the second text
-    have token type id 1.
+    modules: {HF's name of a layer: name of the layer in the compiled model}.
+    pooling: function that takes a model's config, and returns the pooling and the layers after it.
+    types: whether the model distinguishes the two texts of a pair (query and document) by token
+        type ids, 0 and 1.
     """
 
     modules: Mapping[str, str]
@@ -153,7 +161,12 @@ HEADS = {
 
 
 def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> Encoding | None:
-    """Return the last layers of a reranker (an HF sequence classifier); None for other models."""
+    """Return the pooling and classification layers of a reranker; None for other models.
+
+    A reranker is an HF sequence classifier with one label, the relevance of a document to a query.
+
+    path: directory of the model. config: its config.json. stored: its tensors, by HF's names.
+    """
     kinds = config.get("architectures")
     kind = kinds[0] if isinstance(kinds, list) and kinds else None
     if not isinstance(kind, str) or not kind.endswith("ForSequenceClassification"):

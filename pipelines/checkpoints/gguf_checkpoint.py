@@ -62,10 +62,13 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
 
 
 def scaled(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a file; NVFP4 weights are multiplied by their separate scales.
+    """Return a copy of `tensors` with NVFP4 weights multiplied by their separate scales.
 
-    The scale of `x.weight` is the tensor `x.scale`: one number, or one number per expert. Tensors
-    `x.input_scale` are dropped, because castiron does not quantise activations to FP4.
+    The scale of `x.weight` is the tensor `x.scale`: one number, or one number per expert. It is
+    removed from the result, and so is `x.input_scale`, because castiron does not quantise
+    activations to FP4.
+
+    path: the GGUF file, for error messages. tensors: {name: tensor}.
     """
     found = dict(tensors)
     for name, tensor in tensors.items():
@@ -89,6 +92,7 @@ def hf_tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Ten
     """Return the tensors of a GGUF file with HF's names and HF's order of rows and columns.
 
     A tensor for which castiron knows no HF name keeps its GGUF name; a later check rejects it.
+
     row: the conversion rules of the file's architecture. config: the model's config.json.
     """
     tensors: dict[str, Tensor] = {}
@@ -173,8 +177,9 @@ def _minus_one(tensor: Tensor) -> Tensor:
 def _vector(tensor: Tensor, order: np.ndarray | None) -> Tensor:
     """Return a tensor of a GGUF file as an f32 vector in HF's order.
 
-    order: element i of the result is element order[i] of `tensor`; None for the same order. For
-    Mamba's A_log, the file stores -exp(A_log), and the result is A_log.
+    order: element i of the result is element order[i] of `tensor`; None for the same order.
+
+    Mamba's A_log is also converted: the file stores -exp(A_log).
     """
 
     def read() -> np.ndarray:
@@ -205,10 +210,10 @@ def _joined(file: GgufFile, parts: list[Tensor], name: str) -> Tensor:
 
 
 def value_head_order(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
-    """Return how llama.cpp's converter reorders the value heads of linear attention in a tensor.
+    """Return how llama.cpp's converter reorders the value heads of a linear-attention tensor.
 
-    Element i of the result is the index, in the GGUF tensor, of row (or column) i of the HF tensor.
-    The result is None if the converter does not reorder this tensor.
+    The result is an array of indices. Element i is the index, in the GGUF tensor, of row (or
+    column) i of the HF tensor. The result is None if the converter does not reorder this tensor.
 
     row: the conversion rules of the architecture. leaf: the tensor's GGUF name without the block,
     such as `attn_qkv` for `blk.0.attn_qkv`.
@@ -226,10 +231,12 @@ def value_head_order(row: Architecture, config: dict, leaf: str) -> np.ndarray |
 def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarray]:
     """Return which rows of a GGUF tensor belong to which HF tensor, as {HF name: row indices}.
 
-    In linear attention, one GGUF tensor may have the rows of several HF tensors, in one group for
-    each key head. parts: {HF name: which rows of each group it has, in order}, such as "kkv": a
-    letter is "h", a row for each value head; "k", the features of a key; or "v", the features of
-    the values.
+    Some GGUF tensors of linear attention contain several HF tensors. Their rows are in groups, one
+    group for each key head, and a group has rows of each HF tensor.
+
+    parts: {HF name: letters}, in the order of the rows in a group. Each letter stands for
+        consecutive rows: "k" for as many as a key has features, "v" for as many as all values of
+        the key head have features, "h" for one row per value head. "kkv", for example, is Q, K, V.
     """
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     sizes = {"h": values // keys, "k": config["linear_key_head_dim"], "v": values // keys * config["linear_value_head_dim"]}
@@ -241,9 +248,10 @@ def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarr
 def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iterator[Tensor]:
     """Permute the columns of a matrix: column i of the result is column order[i] of `tensor`.
 
-    Yields the permuted matrix. Columns of a quantised matrix cannot be permuted if a quantisation
-    block spans two heads of `head_dim` columns. Then this function yields `tensor` unchanged, and a
-    second tensor with the permutation, which the compiled model applies to its activations.
+    Yields the permuted matrix. The columns of a quantised matrix cannot be permuted if a
+    quantisation block spans two heads (a head has `head_dim` columns). In this case, the function
+    yields two tensors: the unchanged `tensor`, and the permutation. The compiled model then
+    permutes the activations instead.
     """
     block = CODECS[tensor.codec].block
     if head_dim % block:
@@ -261,11 +269,11 @@ def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iter
 
 
 def _stacked(tensor: Tensor, hf_names: str | tuple[str, ...], prefix: str, suffix: str) -> Iterator[Tensor]:
-    """Split a GGUF tensor with the matrices of all experts into one HF tensor for each expert.
+    """Split a GGUF tensor that has the matrices of all experts; yield HF tensors for each expert.
 
-    hf_names: HF's name of an expert's matrix, with `{}` for the expert's index. If there are
-    several names, the rows of each expert are divided equally between them. prefix, suffix: start
-    and end of the complete HF names, such as "model.layers.0." and "weight".
+    hf_names: HF's name of one expert's matrix, with `{}` for the expert's index. If there are
+        several names, such as gate and up, an expert's rows are divided equally between them.
+    prefix, suffix: start and end of the complete HF names, such as "model.layers.0." and "weight".
     """
     names = (hf_names,) if isinstance(hf_names, str) else hf_names
     shape = tensor.shape[1:]
@@ -279,7 +287,7 @@ def _stacked(tensor: Tensor, hf_names: str | tuple[str, ...], prefix: str, suffi
 
 
 def _unpermuted(path: Path, tensor: Tensor, heads: int) -> Tensor:
-    """Undo llama.cpp's `permute` of a Q or K weight, which is for interleaved rotary embeddings.
+    """Undo llama.cpp's reordering of a Q or K weight, which is for interleaved rotary embeddings.
 
     The rows are reordered from [heads, d / 2, 2] to [heads, 2, d / 2]; d is the size of a head.
     """

@@ -61,8 +61,9 @@ def chooses_by_sigmoid(file: GgufFile) -> bool:
 def latent_attention(config: dict, metadata: Metadata) -> None:
     """Set the config's head sizes for the latent attention (MLA) of DeepSeek V2 and V3.
 
-    They are the values of attention.key_length_mla and attention.value_length_mla. Older files lack
-    these keys, and have the head sizes in attention.key_length and attention.value_length.
+    They are read from the metadata keys attention.key_length_mla and attention.value_length_mla.
+    In older files, which lack these keys, they are in attention.key_length and
+    attention.value_length.
     """
     rotated, latent = metadata.required("rope.dimension_count"), metadata.required("attention.kv_lora_rank")
     key, value = (metadata.integer(f"attention.{side}_length") for side in ("key", "value"))
@@ -105,9 +106,12 @@ def latent_yarn(config: dict, metadata: Metadata) -> None:
 def joined_key_values(file: GgufFile, keys: Tensor, values: Tensor, name: str) -> Tensor:
     """Join the key and value matrices of latent attention (MLA) to HF's `kv_b_proj`.
 
-    keys: [heads, latent, k]; values: [heads, v, latent]; the result is [heads * (k + v), latent].
-    k and v are the sizes of a key and of a value in one head. Quantised keys and values are
-    converted to f32, because a quantised block of the keys spans several rows of the result.
+    keys: [heads, latent, k]; k is the size of a key in one head.
+    values: [heads, v, latent]; v is the size of a value in one head.
+    name: HF's name of the result, which is [heads * (k + v), latent].
+
+    Quantised matrices are converted to f32, because a quantised block of `keys` spans several rows
+    of the result.
     """
     if (len(keys.shape), len(values.shape)) != (3, 3) or keys.shape[:2] != values.shape[::2]:
         k, v = (f"{shorten_text(tensor.source)} {list(tensor.shape)}" for tensor in (keys, values))

@@ -48,7 +48,7 @@ Read = Callable[[str, str, np.ndarray | None], np.ndarray]
 
 
 def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
-    """Return the name of the model's GGUF architecture, and the rules that convert it."""
+    """Return the name of the GGUF architecture for a model, and the rules to convert to it."""
     model_type = checkpoint.config["model_type"]
     # Of the architectures with `vectors`, only those of Qwen 3.5 are supported: this module cannot make the other changes.
     usable = ((name, row) for name, row in reversed(ARCHITECTURES.items()) if row.tiled or not row.vectors)
@@ -95,8 +95,8 @@ def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
 def flat_config(config: dict) -> dict:
     """Return a config with the keys of transformers 4, such as rope_theta at the top level.
 
-    A size that a model family has under another key, such as n_embd, is also returned under HF's
-    usual key, hidden_size.
+    Sizes that a model family stores under other keys are also returned under the usual keys: n_embd
+    under hidden_size, for example.
     """
     entry = config.get("rope_parameters") or {}
     local = entry.get("sliding_attention", {})
@@ -153,9 +153,10 @@ def _rope_tensors(config: dict) -> Iterator[Tensor]:
 def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, str], read: Read) -> list[Tensor]:
     """Return the tensors to write to a GGUF file, named and ordered as by llama.cpp's converter.
 
-    config: the config with the keys of transformers 4, from `flat_config`. codecs: {HF name of a
-    matrix: element type or quantisation in the GGUF file, such as "q4_k"}. read: called with (HF
-    name, element type or quantisation, order of columns or None); returns the converted data.
+    config: the config with the keys of transformers 4, from `flat_config`.
+    codecs: {HF name of a matrix: element type or quantisation to write, such as "q4_k"}.
+    read: function that returns the data of a tensor. Its arguments are the HF name, the element
+        type or quantisation to convert to, and the order of the columns (None: unchanged).
     """
     _, row = architecture_for(checkpoint)
     leaves, tops, vectors = ({own: leaf for leaf, own in names.items()} for names in (row.tensors, row.top, row.vectors))
@@ -313,8 +314,11 @@ def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: i
 def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
     """Return the GGUF metadata of a SentencePiece tokenizer: tokens, their types and their scores.
 
-    llama.cpp reads scores instead of merges. A token that is first produced by merge number i gets
-    the score -i. found: content of the tokenizer.json. steps: its pre-tokenizers.
+    llama.cpp uses scores instead of merges. A token gets the score -i if merge i is the first that
+    produces it.
+
+    found: content of the tokenizer.json. steps: its pre-tokenizers. vocab: min number of tokens;
+    missing ones are added as padding.
     """
     tokens, kinds = _tokens(found, vocab)
     ranks: dict[str, int] = {}
@@ -344,9 +348,11 @@ def _steps(step: dict | None, parts: str) -> Iterator[dict]:
 
 
 def _tokens(found: dict, vocab: int) -> tuple[list[str], list[int]]:
-    """Return the text and llama.cpp's token type of each id from 0; a missing id gets e.g. [PAD7].
+    """Return two lists with an element for each token id: its text, and llama.cpp's token type.
 
-    found: content of the tokenizer.json. vocab: min number of ids.
+    An id without a token gets a text such as [PAD7].
+
+    found: content of the tokenizer.json. vocab: min length of the lists.
     """
     by_id = {number: (token, _NORMAL) for token, number in found["model"]["vocab"].items()}
     for token in found["added_tokens"]:

@@ -64,10 +64,10 @@ class GgufFile:
 
 
 class _Cursor:
-    """Reads the values of a memory-mapped GGUF file one after the other, with checks of sizes.
+    """Reads consecutive values of a memory-mapped GGUF file, and checks their sizes.
 
-    A value that would continue after the end of the file is an error. In all methods, `what` names
-    the value in error messages.
+    A value that would continue after the end of the file is an error. In all methods, `what` is a
+    description of the value for error messages.
     """
 
     def __init__(self, path: Path, view: memoryview):
@@ -77,7 +77,10 @@ class _Cursor:
         return CheckpointError(f"{self.path} is not a valid GGUF file: {fault}; download the file again")
 
     def take(self, size: int, what: str) -> int:
-        """Move forward by `size` bytes, and return the offset at which they start."""
+        """Move forward by `size` bytes, and return the offset before the move.
+
+        what: description of these bytes for the error message if the file is too short.
+        """
         if size > len(self.view) - self.at:
             raise self.invalid(f"it ends inside {what} ({len(self.view)} bytes)")
         start, self.at = self.at, self.at + size
@@ -291,9 +294,10 @@ def metadata_entry(key: str, value: Value) -> bytes:
 
 
 def as_read(metadata: Mapping[str, Value]) -> dict:
-    """Return metadata with the Python types that reading a GGUF file gives.
+    """Return metadata with the types they would have after being written to a GGUF file and read.
 
-    Lists of numbers become NumPy arrays. So metadata can be checked before they are written.
+    For example, lists of numbers become NumPy arrays. Callers use this to check metadata before
+    they write them.
     """
     numbers = lambda value: isinstance(value, list) and not isinstance(value[0], str)
     return {key: np.array(value) if numbers(value) else value for key, value in metadata.items()}

@@ -89,7 +89,10 @@ class Metadata:
         return value
 
     def by_layer(self, key: str) -> list[int]:
-        """Return a number for each layer; if the file has one number, it applies to all layers."""
+        """Return the numbers under a key, one for each layer.
+
+        If the file has a single number, it applies to all layers.
+        """
         blocks, stated = self.required("block_count"), self.get(key)
         found = [stated] * blocks if isinstance(stated, int) else np.asarray(stated).tolist()
         if not isinstance(found, list) or len(found) != blocks or not all(isinstance(n, int) and n >= 0 for n in found):
@@ -101,9 +104,10 @@ class Metadata:
         return f"blk.{layer}.{leaf}" in self.file.tensors
 
     def unread(self) -> list[str]:
-        """Return the keys with the prefix that no method has read.
+        """Return the metadata keys that have not been read with `get` or another method.
 
-        A model with such keys is rejected, because they may change the logits.
+        A model with such keys is rejected, because they may change the logits. A few keys that need
+        no such check are not returned.
         """
         own = (key for key in self.file.metadata if key.startswith(self.prefix))
         return sorted(key for key in own if key.removeprefix(self.prefix) not in self._read | _SILENT_KEYS)
@@ -139,22 +143,30 @@ GEMMA_TENSORS = {**COMMON_TENSORS, **POST_NORMS, "ffn_norm": "pre_feedforward_la
 
 
 def experts(parent: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
-    """Return the names of expert matrices: {GGUF name of a stack: HF name of one expert's matrix}.
+    """Return the names of expert matrices: {GGUF name: HF name of one expert's matrix}.
 
-    GGUF stacks the matrices of all experts; `{}` in an HF name stands for the expert's index.
-    parent: HF's name of the module that has the experts. gate, up, down: HF's matrix names.
+    A GGUF tensor has the matrices of all experts; `{}` in an HF name stands for the expert's index.
+
+    parent: HF's name of the module that has the experts, such as "mlp".
+    gate, up, down: HF's names of an expert's three matrices.
     """
     leaves = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
     return {leaf: f"{parent}.experts.{{}}.{own}" for leaf, own in leaves.items()}
 
 
 def mamba(parent: str) -> Names:
-    """Return {GGUF name: HF name} of the matrices of a Mamba layer; parent: the layer's HF name."""
+    """Return {GGUF name: HF name} of the matrices of a Mamba layer.
+
+    parent: HF's name of the layer, with which the HF names in the result start.
+    """
     return {"ssm_in": f"{parent}.in_proj", "ssm_conv1d": f"{parent}.conv1d", "ssm_out": f"{parent}.out_proj"}
 
 
 def mamba_vectors(parent: str) -> Names:
-    """Return {GGUF name: HF name} of the vectors of a Mamba layer; parent: the layer's HF name."""
+    """Return {GGUF name: HF name} of the vectors of a Mamba layer.
+
+    parent: HF's name of the layer, with which the HF names in the result start.
+    """
     leaves = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias", "ssm_norm.weight": "norm.weight"}
     return {leaf: f"{parent}.{own}" for leaf, own in leaves.items()}
 
@@ -209,31 +221,33 @@ class Architecture:
         model_type: HF's model_type.
         tensors: {GGUF leaf: HF leaf}.
         per_index: {GGUF leaf of a tensor with the matrices of all experts: HF leaf of one expert's
-            matrix, with `{}` for its index}. Several HF leaves share the rows of a matrix equally.
-        ints, floats: {metadata key: config key}.
-        constants: {config key: value}, for values that the architecture implies.
+            matrix, with `{}` for its index}. If there are several HF leaves, the rows of each
+            expert are divided equally between them.
+        ints, floats: {metadata key: config key}, for values to copy.
+        constants: {config key: value}, for values that all models of the architecture have.
         fixed: {metadata key: the only supported value}.
-        flags: {config key: name of a tensor in block 0}; the value is whether the file has it.
+        flags: {config key: name of a tensor in block 0}. The config value is whether the file has
+            this tensor.
         permuted: {GGUF leaf of a Q or K weight: config key of its number of heads}, if llama.cpp
             reorders its rows for interleaved rotary embeddings.
         bare: GGUF leaves whose HF name has no ".weight".
         top: {GGUF name: HF name}, for tensors outside blocks.
-        block: start of HF's names in a block; `{}` is its index.
+        block: prefix of HF's tensor names in a block; `{}` stands for the block's index.
         vectors: {GGUF leaf, with ".bias" or ".weight" if it has one: HF leaf}, for tensors that are
             read as f32 vectors.
-        joined: {GGUF leaves: HF leaf}; the HF tensor has the rows of these tensors in this order.
-        absorbed: {(GGUF leaf of keys, of values): HF leaf}, for latent attention (MLA), where HF
-            has one matrix for both.
+        joined: {several GGUF leaves: HF leaf}. The HF tensor is the concatenation of their rows.
+        absorbed: {(GGUF leaf of keys, GGUF leaf of values): HF leaf}, for latent attention (MLA),
+            where HF has one matrix for both.
         by_layer: metadata keys that only `rules` read, such as those with a number for each layer.
-        tiled: {GGUF leaf: what is in another order}: "heads", "rows", "last rows" or "columns", in
-            linear attention. HF has all value heads of the first key head, then those of the next.
-            GGUF has the first value head of every key head, then the second of every key head.
-        grouped: {GGUF leaf: {HF leaf: its rows}}, for a tensor of linear attention that has the
-            rows of several HF tensors, in a group for each key head. A letter stands for rows of a
-            group: "h", one for each value head; "k", the features of a key; "v", the features of
-            the values.
+        tiled: {GGUF leaf of a linear-attention tensor: "heads", "rows", "last rows" or "columns"}:
+            what is in another order in GGUF. HF has all value heads of the first key head, then
+            those of the next. GGUF has the first value head of every key head, then the second.
+        grouped: {GGUF leaf: {HF leaf: letters}}, for linear-attention tensors that contain several
+            HF tensors. The rows are in one group for each key head. Each letter stands for
+            consecutive rows of a group: "k", the features of a key; "v", the features of all
+            values; "h", one row for each value head.
         norms_plus_one: whether GGUF stores the weights of norms plus 1.
-        rules: names of functions in gguf_rules that set the other config values.
+        rules: names of the functions in gguf_rules that set the other config values.
     """
 
     model_type: str

@@ -1,7 +1,8 @@
-"""Rules: functions that set HF config values which the table in gguf_architectures cannot express.
+"""Functions that set HF config values which the table in gguf_architectures cannot express.
 
-A rule modifies the config, and reads the metadata of the GGUF file. Sources: llama.cpp's converter
-and src/models; HF's config classes and modeling_rope_utils.
+The table refers to these functions as rules. A rule modifies the config according to the metadata
+of the GGUF file. Sources: llama.cpp's converter and src/models; HF's config classes and
+modeling_rope_utils.
 """
 
 import math
@@ -43,8 +44,8 @@ def head_dim(config: dict) -> int:
 def llama3_factors(rotary_dim: int, theta: float, factor: float, low: float, high: float, original: int) -> np.ndarray:
     """Return Llama 3's divisors of the rotary frequencies, f64 [rotary_dim / 2].
 
-    theta: base of the frequencies. low, high, original: low_freq_factor, high_freq_factor and
-    original_max_position_embeddings in HF's `_compute_llama3_parameters`.
+    theta: base of the frequencies. The other arguments are the values in HF's `rope_scaling`:
+    `factor`, `low_freq_factor`, `high_freq_factor` and `original_max_position_embeddings`.
     """
     wavelength = 2 * math.pi * theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
     smooth = (original / wavelength - low) / (high - low)
@@ -53,10 +54,10 @@ def llama3_factors(rotary_dim: int, theta: float, factor: float, low: float, hig
 
 
 def rope_factors(config: dict, metadata: Metadata) -> None:
-    """Set the config's `rope_scaling` from the tensor rope_freqs.weight, if the file has it.
+    """Set the config's `rope_scaling` from the GGUF tensor rope_freqs.weight, if the file has it.
 
     The tensor has a divisor for each rotary frequency. If Llama 3's formula gives the same
-    divisors, the rope_type is llama3. Otherwise it is longrope, with the tensor's divisors.
+    divisors, `rope_type` is set to llama3. Otherwise it is set to longrope, with these divisors.
     """
     factors = _factors(metadata, "rope_freqs.weight")
     if factors is None or np.all(factors == 1):
@@ -120,9 +121,9 @@ def partial_rotary(config: dict, metadata: Metadata) -> None:
 
 
 def phi3_rope(config: dict, metadata: Metadata) -> None:
-    """Set Phi-3's sliding window and original context length.
+    """Set Phi-3's sliding window and original context length in the config.
 
-    If the file has longrope factors, also set the longrope scaling.
+    If the file has factors for longrope, also set the config's `rope_scaling` to longrope.
     """
     config["sliding_window"] = config.get("sliding_window") or None
     original = metadata.integer("rope.scaling.original_context_length") or config["max_position_embeddings"]
@@ -139,10 +140,10 @@ def phi3_rope(config: dict, metadata: Metadata) -> None:
 
 
 def gemma4_ropes(config: dict, metadata: Metadata) -> None:
-    """Set the config's `rope_parameters` of Gemma 4: one entry for each of the two layer types.
+    """Set the config's `rope_parameters` for Gemma 4's two layer types, full and sliding attention.
 
-    For the layers with full attention, the tensor rope_freqs.weight has a divisor for each rotary
-    frequency: 1, or 1e30 for a frequency that is not used.
+    In layers with full attention, only some frequencies are rotated. The tensor rope_freqs.weight
+    has a divisor for each frequency: 1 if it is rotated, 1e30 if it is not.
     """
     factors, local = _factors(metadata, "rope_freqs.weight"), metadata.real("rope.freq_base_swa", _LOCAL_ROPE_BASE)
     rotated = 0 if factors is None else int((factors == 1).sum())
@@ -159,9 +160,9 @@ def gemma4_ropes(config: dict, metadata: Metadata) -> None:
 
 
 def olmo3_ropes(config: dict, metadata: Metadata) -> None:
-    """Set the config's `rope_parameters` of OLMo 3: one entry for each of the two layer types.
+    """Set the config's `rope_parameters` for OLMo 3's two layer types, full and sliding attention.
 
-    Layers with a sliding window do not use `rope_scaling`.
+    Only layers with full attention use the config's `rope_scaling`.
     """
     theta = {"rope_theta": config.pop("rope_theta")}
     scaling = config.pop("rope_scaling", {"rope_type": "default"})
@@ -190,9 +191,9 @@ def _periodic_layers(layers: int, period: int, other: str = "sliding_attention")
 def layer_types(config: dict, metadata: Metadata) -> None:
     """Set the config's `layer_types` from the metadata attention.sliding_window_pattern.
 
-    Its value is an array with true for each layer that has a sliding window, or a number n: every
-    n-th layer has full attention, and the others a sliding window. If the model has no sliding
-    window, all layers have full attention.
+    The metadata value is an array, with true for each layer that has a sliding window, or a
+    number n. With a number, every n-th layer has full attention, and the others have a sliding
+    window. If the model has no sliding window, all layers have full attention.
     """
     layers, period = config["num_hidden_layers"], config.pop(PERIOD, _PERIOD)
     pattern = metadata.get("attention.sliding_window_pattern", period)
@@ -215,9 +216,9 @@ def gpt_oss_yarn(config: dict, metadata: Metadata) -> None:
 
 
 def smollm3_layers(config: dict, metadata: Metadata) -> None:
-    """Set the config's `no_rope_layers`: 1 for each layer with a rotary embedding, else 0.
+    """Set the config's `no_rope_layers`, a list with 0 for every fourth layer and 1 for the others.
 
-    Every fourth layer has no rotary embedding.
+    Despite HF's name, 1 means that the layer has a rotary embedding.
     """
     config["no_rope_layer_interval"] = _PERIOD
     config["no_rope_layers"] = [int((layer + 1) % _PERIOD != 0) for layer in range(config["num_hidden_layers"])]
@@ -296,7 +297,7 @@ def nemotron_layers(config: dict, metadata: Metadata) -> None:
 def delta_layers(config: dict, metadata: Metadata) -> None:
     """Set the config's layer types and number of layers for Qwen 3.5.
 
-    Layers for multi-token prediction are not counted.
+    Layers for multi-token prediction are not counted, because castiron does not run them.
     """
     further = metadata.integer("nextn_predict_layers", 0) or 0
     if further >= config["num_hidden_layers"]:
@@ -370,14 +371,14 @@ def _gemma4_head(metadata: Metadata, ending: str) -> int:
 
 
 def llama_head_dim(config: dict, metadata: Metadata) -> None:
-    """Set the config's `head_dim`, which a GGUF file may leave out."""
+    """Set the config's `head_dim` to hidden size / heads, if the GGUF file has no head size."""
     config["head_dim"] = head_dim(config)
 
 
 def gemma_scale(config: dict, metadata: Metadata) -> None:
-    """Set the config's `query_pre_attn_scalar`, which GGUF files do not store.
+    """Set the config's `query_pre_attn_scalar` of Gemma 2 or 3, because GGUF files do not store it.
 
-    The value is hidden size / heads for the two 27B models, and `head_dim` for other models.
+    The value is hidden size / heads for the 27B models, and `head_dim` for the others.
     """
     # GGUF has no key for it, so the number of layers decides (llama.cpp, src/models/gemma2.cpp and gemma3.cpp).
     large = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]

@@ -104,11 +104,12 @@ def _words(regex: str | None = None, digits: bool = False) -> tuple[dict, ...]:
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """The steps that split text into words before byte-level BPE.
+    """The steps before byte-level BPE, which normalise text and split it into words.
 
-    steps: pre-tokenizers in the format of a tokenizer.json. ignore_merges: whether a word that is
-    in the vocabulary becomes one token without applying merges. nfc: whether text is normalised to
-    NFC first. adds_bos: whether BOS is added if the GGUF file does not have add_bos_token.
+    steps: pre-tokenizers in the format of tokenizer.json.
+    ignore_merges: whether a word in the vocabulary becomes one token, even if no merges give it.
+    nfc: whether text is first normalised to Unicode NFC.
+    adds_bos: whether to add BOS if the GGUF file does not have the key add_bos_token.
     """
 
     steps: tuple[dict, ...] = _words()
@@ -267,11 +268,13 @@ def _sentencepiece(metadata: _Metadata, gemma4: bool) -> dict:
 
 
 def _merges_of_vocabulary(metadata: _Metadata, tokens: list[str], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Compute the BPE merges of a SentencePiece tokenizer, whose file does not store them.
+    """Compute the BPE merges of a SentencePiece tokenizer from its tokens; the file has no merges.
 
-    Returns pairs (left, right), highest priority first. The token left + right determines the
-    priority of a merge: a lower id is first for Gemma, a higher score for other models. tokens:
-    text of each token. vocabulary: {text: token id}.
+    Returns pairs (left, right), highest priority first. A merge has the priority of the token that
+    it produces, left + right. For Gemma, tokens with lower ids have priority; for other models,
+    tokens with higher scores.
+
+    tokens: the text of each token. vocabulary: {text: token id}.
     """
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
         raise metadata.error(
@@ -312,7 +315,8 @@ def _tokenizer(metadata: _Metadata, *, adds_bos: bool | None, **parts: Any) -> d
 def _post_processor(metadata: _Metadata, adds_bos: bool | None) -> dict | None:
     """Return the post_processor of tokenizer.json, which adds BOS and EOS; None if it adds neither.
 
-    adds_bos: whether to add BOS if the metadata lacks add_bos_token; None to never add it.
+    adds_bos: whether to add BOS if the metadata have no key add_bos_token. None: do not add BOS,
+        whatever the metadata say.
     """
     adds_bos = adds_bos is not None and metadata.flag("add_bos_token", adds_bos)
     sides = (adds_bos, "bos_token_id"), (metadata.flag("add_eos_token", False), "eos_token_id")

@@ -77,9 +77,10 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
 
 
 def shards_of(path: Path) -> dict[str, list[str] | None]:
-    """Return {name of a safetensors file: names of its tensors}, from the model's index file.
+    """Return {file name: names of the tensors in it} for the safetensors files of a model.
 
-    A model in one file has no index file. Its result is {"model.safetensors": None}.
+    The names come from the model's index file. A model without an index file consists of one
+    safetensors file; then the result is {"model.safetensors": None}.
     """
     if (path / SINGLE).exists():
         return {SINGLE: None}

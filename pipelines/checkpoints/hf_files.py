@@ -75,10 +75,9 @@ def json_object(path: Path) -> dict | None:
 def read_safetensors(path: Path, allow_parts: bool = False) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file by name; their data are views of the mapped file.
 
-    Buffers that castiron computes from the config, such as rotary frequencies, are left out.
+    Tensors that castiron computes from the config, such as rotary frequencies, are left out.
 
-    allow_parts: whether to allow scalars, and integer and FP8 types, which are parts of quantised
-    weights.
+    allow_parts: whether to allow scalars, integers and FP8, which quantised weights consist of.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -67,10 +67,10 @@ def describe(config: Mapping) -> str:
 
 
 def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
-    """Unpack an i32 tensor [n, m] that has several 4-bit or 8-bit numbers in each i32, to u8.
+    """Unpack an i32 tensor [n, m] to u8; each i32 has several numbers of 4 or 8 bits.
 
-    The first number is in the lowest bits. By default, an i32 has numbers of consecutive columns,
-    and the result is [n, m * 32 / bits]. If `by_rows`, an i32 has numbers of consecutive rows, and
+    The first number is in the lowest bits. By default, the numbers of an i32 are consecutive in a
+    row, and the result is [n, m * 32 / bits]. If `by_rows`, they are consecutive in a column, and
     the result is transposed: [m, n * 32 / bits].
     """
     words = tensor.data.reshape(*tensor.shape, 4)
@@ -80,19 +80,22 @@ def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
 
 
 def _codes(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Convert unsigned codes to the form in which castiron stores them.
+    """Convert unsigned quantised values, u8, to the form in which castiron stores them.
 
-    8-bit codes n become the signed bytes n - 128; 4-bit codes remain unsigned.
+    An 8-bit value n becomes the signed byte n - 128. A 4-bit value remains unsigned.
     """
     return numbers ^ np.uint8(128) if bits == 8 else numbers
 
 
 def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
-    """Convert a weight that GPTQ or AWQ quantised to a tensor [out, in].
+    """Convert a GPTQ or AWQ weight to one quantised tensor [out, in].
 
-    If GPTQ reordered the columns (act-order), the result has a second tensor, their permutation.
-    The shapes of the stored tensors are: qweight [in, out / 8] for AWQ, and [in * bits / 32, out]
-    for GPTQ; scales [groups, out]; qzeros [groups, out * bits / 32].
+    If GPTQ reordered the columns (act-order), their permutation is returned as a second tensor.
+
+    stored: the tensors of the weight. Their shapes are
+        qweight: [in, out / 8] for AWQ, [in * bits / 32, out] for GPTQ
+        scales: [groups, out]
+        qzeros: [groups, out * bits / 32]
     """
     is_awq = stored.config["quant_method"] == "awq"
     qweight, qzeros, scales = stored["qweight"], stored["qzeros"], stored.scales("scales")
@@ -132,11 +135,12 @@ def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
-    """Convert a weight in compressed-tensors' format pack-quantized to a tensor [out, in].
+    """Convert a pack-quantized weight of compressed-tensors to one quantised tensor [out, in].
 
-    If the columns are reordered (act-order), the result has a second tensor, their permutation. An
-    i32 of weight_packed has consecutive numbers of one row; an i32 of weight_zero_point has
-    consecutive numbers of one column.
+    If the columns are reordered (act-order), their permutation is returned as a second tensor.
+
+    stored: the tensors of the weight. An i32 of weight_packed has consecutive numbers of one row;
+        an i32 of weight_zero_point has consecutive numbers of one column.
     """
     if "weight_global_scale" in stored.parts:
         return _nvfp4(stored)
@@ -195,12 +199,12 @@ def _nvfp4(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def _bitsandbytes_4_bits(stored: Stored) -> tuple[Tensor, ...]:
-    """Convert an NF4 or FP4 weight of bitsandbytes to one tensor [out, in].
+    """Convert an NF4 or FP4 weight of bitsandbytes to one quantised tensor [out, in].
 
     bitsandbytes stores a scale (absmax) for each block of `blocksize` consecutive elements; a block
-    may continue in the next row. Its double quantisation (`nested_blocksize`) stores a scale as an
-    index (u8) of the table nested_quant_map; each group of `nested_blocksize` scales has a factor
-    (nested_absmax).
+    may continue in the next row. With double quantisation, the scales are quantised too: a scale is
+    an index (u8) into the table nested_quant_map, and each group of `nested_blocksize` scales has a
+    factor (nested_absmax).
     """
     kind = next((kind for kind, name in _STATES.items() if name in stored.parts), "nf4")
     packed, state = stored["weight"], stored[_STATES[kind]]
@@ -248,7 +252,7 @@ def _bitsandbytes_4_bits(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def _bitsandbytes_int8(stored: Stored) -> tuple[Tensor, ...]:
-    """Convert an int8 weight of bitsandbytes to one tensor [out, in] with a scale for each row.
+    """Convert an int8 weight of bitsandbytes to a quantised tensor [out, in], with a scale per row.
 
     The stored tensor SCB has the largest magnitude of each row, so the scale is SCB / 127.
     """
@@ -298,14 +302,17 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Stored], tuple[Tensor, ...]
 
 
 def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Replace the parts of each quantised weight, such as `qweight` and `scales`, by one tensor.
+    """Combine the tensors of each quantised weight, such as `qweight` and `scales`, to one tensor.
 
-    Returns all tensors by name, and {end of a name, such as "input_scale": number of tensors} for
-    the tensors left out, which are scales of activations and of the KV cache. A weight with
-    reordered columns gets a second tensor, `*.column_order`, with their permutation.
+    config: the quantization_config. tensors: all tensors of the model, by name.
 
-    config: the quantization_config. Raises CheckpointError for an unsupported method, and for a
-    weight whose parts have wrong shapes or types.
+    Returns:
+        1. All tensors, by name. A weight with reordered columns has a second tensor, named
+           `*.column_order`, with their permutation.
+        2. Counts of dropped tensors, which are scales of activations and of the KV cache: {end of
+           the name, such as "input_scale": count}.
+
+    Raises CheckpointError for an unsupported method, and for tensors with wrong shapes or types.
     """
     method = config.get("quant_method")
     if method not in METHODS:

@@ -46,8 +46,10 @@ _OTHERS = (
 def text_config(config: dict, names: Collection[str]) -> dict:
     """Return the config of the text part of a multimodal model; for a text model, return `config`.
 
-    names: names of the model's tensors. If neither `config` nor its text part has the key
-    tie_word_embeddings, it is set to true for a model without a tensor lm_head.weight.
+    If neither `config` nor its text_config has the key tie_word_embeddings, the result has it: true
+    if the model has no tensor lm_head.weight, else false.
+
+    names: names of the model's tensors.
     """
     inner, complete = config.get("text_config"), config["model_type"]
     if complete not in TEXT_PARTS or not isinstance(inner, dict):
@@ -60,9 +62,13 @@ def text_config(config: dict, names: Collection[str]) -> dict:
 
 
 def text_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return the tensors of a model's text part, with the names of a text model.
+    """Return the text tensors of a multimodal model, and the number of other tensors.
 
-    The second result counts the dropped tensors of other parts: {"model.visual": 390}, for example.
+    The text tensors get the names that they have in a text-only model. The others are dropped, and
+    counted by prefix: {"model.visual": 390}, for example. For a text-only model, all tensors are
+    returned unchanged.
+
+    model_type: HF's model_type. tensors: {name: tensor}.
     """
     if model_type not in (*TEXT_PARTS, *_TEXT_ONLY):
         return dict(tensors), {}
@@ -79,7 +85,7 @@ def text_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[s
 
 
 def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors by name; the prefix `model.` is added to names that lack it.
+    """Return the tensors with the prefix `model.` added to names that lack it.
 
     The prefix is missing if a model was saved without its output head, for example as a Qwen3Model.
     """
@@ -90,7 +96,10 @@ def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def in_words(left_out: Mapping[str, int]) -> str:
-    """Return counts of dropped tensors as text: `12 tensors of model.visual, 1 tensor of mtp`."""
+    """Return counts as text, such as `12 tensors of model.visual, 1 tensor of mtp`.
+
+    left_out: {prefix of the names of dropped tensors: number of these tensors}.
+    """
     return shorten_list([f"{count} tensor{'s' * (count != 1)} of {part}" for part, count in left_out.items()], max_length=500)
 
 
@@ -112,9 +121,11 @@ class Layout:
 
     For example, it splits gate_up_proj of all experts into gate_proj and up_proj of each expert.
 
-    parts: {name of a new tensor: its rows, as a function from the number of stored rows to a
-        slice}; without parts, the stored tensor is dropped. A name may refer to groups of the
-        regular expression; `{}` in it is the index of an expert.
+    pattern: regular expression for the complete name.
+    parts: {name of a new tensor: function that selects its rows}. The function's argument is the
+        number of rows of the stored tensor; it returns a slice of them. A name may refer to groups
+        of the regular expression; `{}` in a name stands for the index of an expert. If `parts` is
+        empty, the stored tensor is dropped.
     transposed: whether the stored matrix is [in, out] instead of [out, in].
     scales: for weights in MXFP4, the name of the tensor with the exponents of their blocks.
     """
@@ -236,12 +247,14 @@ def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: 
 
 
 def _blocks(name: str, blocks: Tensor, scales: Tensor, index: int, rows: Rows) -> Tensor:
-    """Convert rows of an expert's MXFP4 matrix from HF's blocks to GGUF's blocks.
+    """Convert rows of one expert's MXFP4 matrix from HF's block format to GGUF's.
 
-    index: the expert. rows: function from the number of stored rows to the slice to convert.
-    blocks: u8 [experts, rows, groups, 16]; byte i has codes 2 i and 2 i + 1.
+    name: name of the result. index: the expert.
+    rows: function from the number of stored rows to the slice of rows to convert.
+    blocks: u8 [experts, rows, groups, 16]; byte i of 16 has the 4-bit codes 2 i and 2 i + 1.
     scales: exponents, u8 [experts, rows, groups].
-    A GGUF block is the exponent and 16 bytes; byte i has codes i and i + 16.
+
+    A GGUF block is the exponent and 16 bytes; byte i has the codes i and i + 16.
     """
     _, count, groups, width = blocks.shape
     taken = rows(count)

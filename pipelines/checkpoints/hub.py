@@ -42,9 +42,9 @@ class Unreachable(CheckpointError):
 
 
 class HubFile(NamedTuple):
-    """A file of a repository on the hub.
+    """Size and hash of a file in a repository on the hub.
 
-    size: bytes. sha256: hash in hex; small files have none.
+    size: bytes. sha256: hash in hex; None for small files, for which the hub has none.
     """
 
     size: int
@@ -52,7 +52,11 @@ class HubFile(NamedTuple):
 
 
 def fetch(name: HubName, progress: Progress | None = None) -> Path:
-    """Return the path of a model's snapshot or GGUF file, after downloading missing files."""
+    """Return the path of a model on this machine, after downloading missing files from the hub.
+
+    The path is a directory with HF's files, or a GGUF file. If the hub cannot be used, files in the
+    cache are used.
+    """
     try:
         return _fetch(name, progress or (lambda stage, done: None))
     except Unreachable as error:
@@ -66,7 +70,10 @@ def fetch(name: HubName, progress: Progress | None = None) -> Path:
 
 
 def cached(name: HubName) -> Path | None:
-    """Return the path of a cached model's snapshot or GGUF file; None if a file is missing."""
+    """Return the path of a cached model: a directory with HF's files, or a GGUF file.
+
+    The result is None if a file is missing in the cache.
+    """
     folder = folder_of(name.repository)
     try:
         commit = (folder / "refs" / name.revision).read_text(errors="replace").strip() or name.revision
@@ -85,8 +92,11 @@ def cached(name: HubName) -> Path | None:
 def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | None:
     """Return the path of the GGUF file that `name` selects; None if the model is in safetensors.
 
-    sizes: bytes of each file, by path. repository: name of the repository in error messages. Raises
-    CheckpointError if `name` selects no file or several files.
+    name: name of a repository, which may include the wanted file or quantisation.
+    sizes: {path of a file in the repository: bytes}.
+    repository: name of the repository in error messages.
+
+    Raises CheckpointError if no file or several files match.
     """
     files = {file: size for file, size in sizes.items() if file.endswith(".gguf") and not _NOT_A_MODEL.search(file)}
     # A model in parts is its first part, with the size of all.
@@ -117,7 +127,10 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
 
 
 def _matches(file: str, wanted: str) -> bool:
-    """Return whether `wanted` selects `file`: its path, its name, or a quantisation like Q4_K_M."""
+    """Return whether a GGUF file is the one that the user wants.
+
+    wanted: path of a file, its name without folders, or the end of its name, such as Q4_K_M.
+    """
     if wanted.endswith(".gguf"):
         return wanted in (file, PurePosixPath(file).name)
     stem = PurePosixPath(GGUF_PART.sub(".gguf", file)).stem.lower()
@@ -197,7 +210,7 @@ def _download(name: HubName, snapshot: Path, files: Mapping[str, HubFile], progr
 
 
 class _Bar:
-    """Replaces the tqdm bar of a download: draws nothing, and passes the bytes done to `report`."""
+    """Replaces a download's tqdm bar: draws nothing, and calls `report` with the bytes so far."""
 
     def __init__(self, file: str, size: int, report: Callable[[int], None]):
         self._file, self._size, self._report, self._done = file, size, report, 0

@@ -20,13 +20,20 @@ from castiron.vmfb.archive import Part
 def open_checkpoint(
     model: str | Path, progress: Callable[[str, float], None] | None = None, ignore_keys: Sequence[str] = ()
 ) -> Checkpoint:
-    """Open the checkpoint at a path or with a model's name; download it if necessary."""
+    """Open the checkpoint at a path or with a model's name; download it if necessary.
+
+    progress: called with (name of a stage, fraction done). ignore_keys: keys of the config (or of
+    the GGUF metadata) to leave out.
+    """
     path = find_checkpoint(model, progress)
     return open_hf_directory(path, ignore_keys) if path.is_dir() else open_gguf(path, ignore_keys)
 
 
 def find_checkpoint(model: str | Path, progress: Callable[[str, float], None] | None = None) -> Path:
-    """Return the path of a checkpoint, after downloading a model that is given by name."""
+    """Return the path of a checkpoint; a model given by name is downloaded if necessary.
+
+    progress: called with (name of a stage, fraction done).
+    """
     path = Path(model)
     # A pipe is neither a file nor a directory; opening it could block.
     if path.is_file() or path.is_dir():
@@ -39,7 +46,7 @@ def find_checkpoint(model: str | Path, progress: Callable[[str, float], None] | 
 
 
 def checkpoint_sha256(path: Path) -> str:
-    """Return one SHA-256 (hex) of the files of a checkpoint that determine the logits."""
+    """Return a SHA-256 (hex) of all files of a checkpoint that influence the logits."""
     if path.is_file() and len(parts := parts_of(path.name)) == 1:
         return Part.of(path).sha256()
     if path.is_file():

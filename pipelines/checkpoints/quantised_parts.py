@@ -21,9 +21,10 @@ ORDER = "column_order"
 class Stored:
     """The stored tensors of one quantised weight: its codes, scales and so on.
 
-    path: the checkpoint. name: name of the weight, such as model.layers.0.mlp.up_proj.weight.
-    config: the quantization_config. parts: the tensors by the end of their names, such as
-    "qweight".
+    path: the checkpoint, for error messages.
+    name: name of the weight, such as model.layers.0.mlp.up_proj.weight.
+    config: the quantization_config.
+    parts: {end of a tensor's name, such as "qweight": tensor}.
     """
 
     path: Path
@@ -40,9 +41,9 @@ class Stored:
         return tensor
 
     def scales(self, part: str) -> Tensor:
-        """Return the stored tensor `part`, which has the weight's scales, as a matrix.
+        """Return the stored tensor of the weight's scales as a matrix; a vector [n] becomes [n, 1].
 
-        A vector [n] becomes [n, 1]. part: end of the tensor's name, such as "weight_scale".
+        part: end of the tensor's name, such as "weight_scale".
         """
         tensor = self[part]
         if tensor.codec not in SCALE_TYPES or len(tensor.shape) > 2:
@@ -62,17 +63,17 @@ class Stored:
         transposed: bool = False,
         order: np.ndarray | None = None,
     ) -> tuple[Tensor, ...]:
-        """Combine codes, scales and zero points to one weight, [out, in].
-
-        If `order` is given, the result has a second tensor, f32 [in], with `order`.
+        """Combine codes, scales and zero points to one quantised weight, [out, in].
 
         kind: type of the codes, such as "int4" or "nf4".
         shape: (out, in).
         scales: one for each group or block, [out, groups], or [groups, out] if `transposed`.
-        codes: returns the stored codes, u8 [out, in].
-        zeros: returns the zero points, i8 in the shape of `scales`.
-        order: permutation that makes groups contiguous: column i of the weight is column order[i]
-            of the codes.
+        codes: function that returns the codes, u8 [out, in].
+        zeros: function that returns the zero points, i8 in the shape of `scales`.
+        order: permutation of the columns that makes groups contiguous. Column i of the weight is
+            column order[i] of the codes.
+
+        Returns the weight and, if `order` is given, a second tensor with `order`, f32 [in].
         """
         found = scales.shape[::-1] if transposed else scales.shape
         rows, columns = self._group(found, shape)
@@ -100,8 +101,10 @@ class Stored:
     def order(self, part: str, inner: int, groups: int) -> np.ndarray | None:
         """Return a permutation of the columns that makes the quantisation groups contiguous.
 
-        The result is None if they are contiguous already. part: end of the name of the tensor with
-        the group index of each column, such as "g_idx"; without this tensor, groups are contiguous.
+        The result is None if they are contiguous already.
+
+        part: end of the name of the tensor that has each column's group index, such as "g_idx". If
+            the weight has no such tensor, its groups are contiguous.
         inner: number of columns. groups: number of groups.
         """
         if (tensor := self.parts.get(part)) is None:
@@ -125,16 +128,17 @@ class Stored:
 
 
 def block_of(config: Mapping) -> tuple[int, int]:
-    """Return the size (rows, columns) of the blocks of FP8 weights that share a scale."""
+    """Return (rows, columns) of a block of an FP8 weight; the elements of a block share a scale."""
     sizes = config.get("weight_block_size") or weights_of(config).get("block_structure") or _BLOCK
     is_valid = isinstance(sizes, list | tuple) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
     return tuple(sizes) if is_valid else _BLOCK
 
 
 def weights_of(config: Mapping) -> Mapping:
-    """Return how compressed-tensors quantised the weights: `weights` in the first config group.
+    """Return how compressed-tensors quantised the weights: their bits, group size and so on.
 
-    config: the quantization_config. The result is {} for other quantisation methods.
+    config: the quantization_config. The result is the entry `weights` of its first config group; {}
+    for other quantisation methods.
     """
     groups = config.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
@@ -143,10 +147,12 @@ def weights_of(config: Mapping) -> Mapping:
 
 
 def column_orders(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Find the column permutations of weights, and drop copies of equal permutations.
+    """Find the column permutations of weights, and drop duplicates of the same permutation.
 
-    The permutation of a weight `*.weight` is the tensor `*.column_order`. Returns the tensors
-    without the copies, and {name of a weight: name of the tensor with its permutation}.
+    The permutation of a weight `*.weight` is the tensor `*.column_order`.
+
+    Returns the tensors without the duplicates, and {name of a weight: name of the tensor with its
+    permutation}.
     """
     found, orders, names = dict(tensors), dict[str, str](), dict[bytes, str]()
     for name, tensor in tensors.items():

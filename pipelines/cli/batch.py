@@ -109,10 +109,11 @@ def main(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callable[[Record], str], Answer]]":
-    """Yield the two functions that a batch job needs: to identify and to answer records.
+    """Yield two functions for a batch job: one identifies a record, the other answers records.
 
-    The first returns the key of a record, a hash of all that determines its answer. The second
-    takes an iterator of records and answers them: on this machine or, with --ray, on a Ray cluster.
+    The first takes a record and returns its key, a hash of everything that determines the answer.
+    The second takes an iterator of records and returns an iterable of answered records. It answers
+    them on this machine or, with --ray, on a Ray cluster.
     """
     from castiron.pipelines.batch.job import answering
 
@@ -129,10 +130,12 @@ def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callab
 
 
 def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "tuple[Conversion, Engine | None]":
-    """Return the converter of records to engine requests, and the engine that runs the requests.
+    """Return what a batch job needs: a converter of records to engine requests, and the engine.
 
-    The engine is None for an embedding model, which needs none, or if `runs` is false. args: the
-    command's options; `args.json_schema` is the parsed schema.
+    The engine is None for an embedding model or reranker, and also if `runs` is false.
+
+    args: the command's options; `args.json_schema` is the parsed schema. runs: whether the caller
+    will run the requests in this process.
     """
     from castiron.pipelines.batch.records import Conversion, identity
     from castiron.pipelines.engine.engine import Engine
@@ -153,10 +156,11 @@ def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "t
 
 
 def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
-    """Return a converter for plain records, and a function that makes one for OpenAI's format.
+    """Return the converters of records to requests, for models that generate text.
 
-    Both are for models that generate text. The function is called when the first record in OpenAI's
-    format is read. It prints which of the given options have no effect on these records.
+    The first is a converter for records with a column `prompt` or `messages`. The second is a
+    function that makes a converter for requests in OpenAI's batch format. It also prints which
+    command-line options these requests ignore. Call it when such a request is first read.
     """
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_records import Prompts
@@ -185,9 +189,10 @@ def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, C
 
 
 def embedding_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
-    """Return a converter for plain texts, and a function that makes one for OpenAI's format.
+    """Return the converters of records to requests, for embedding models and rerankers.
 
-    Both are for embedding models and rerankers.
+    The first is a converter for plain texts. The second is a function that makes a converter for
+    requests in OpenAI's batch format.
     """
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_records import Embeddings
@@ -211,7 +216,7 @@ def names(args: argparse.Namespace, bundle: "Bundle") -> list[str]:
 def progress_reporter(progress: Progress) -> "Callable[[Summary, float | None], None]":
     """Return a callback that prints the progress of a job: a bar or, in a pipe, a line a minute.
 
-    The callback takes (counts of the job, fraction done, or None if it is unknown).
+    The callback takes the counts of the job, and the fraction done (None if it is unknown).
     """
     last = time.monotonic()
 

@@ -1,9 +1,10 @@
 """Measure decode and prefill speed, time to first token and memory, beside the machine's limits.
 
-With --shape, a model with random weights and the shape of a known model is measured instead of a
-bundle. With --kernel, one kernel is timed on weights larger than the CPU's caches. Each engine runs
-in its own process, and engines take turns: the first turn warms up, and the result is the median of
-the others. The machine's limits, its read bandwidth and its f32 peak, are measured between turns.
+With --shape, a model with random weights and the sizes of a known model is measured instead of a
+bundle. With --kernel, one kernel is timed on weights larger than the CPU's caches. castiron and the
+engines to compare with (such as llama.cpp) run in a process each, and take turns. The first turn
+warms up; the result is the median of the others. The machine's limits, its read bandwidth and its
+f32 peak, are measured between turns.
 """
 
 import argparse
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def peers(text: str) -> tuple[str, ...]:
-    """Parse a list of engines to compare with, such as "llama.cpp,hf"."""
+    """Parse the names of engines to compare with, such as "llama.cpp,hf"; reject unknown names."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if unknown := [name for name in names if name not in NAMES]:
         raise argparse.ArgumentTypeError(f"unknown engine: {unknown[0]!r}; choose from {', '.join(NAMES)}")
@@ -127,10 +128,12 @@ def check(args: argparse.Namespace) -> None:
 
 
 def compiled_shape(settings, args: argparse.Namespace, progress: Progress):
-    """Return a bundle with random weights and the sizes of a known model, which --shape names.
+    """Return a bundle with random weights and the sizes of the known model that --shape names.
 
-    It is compiled, unless it is in the cache. settings: the settings of the measurement, which
-    determine the min context of the bundle if --context is not given.
+    The bundle is compiled, unless it is in the cache.
+
+    settings: the benchmark's settings. If --context is not given, the bundle's context has space
+        for all tokens of the benchmark.
     """
     from castiron.pipelines.compile.open_model import open_or_compile
     from castiron.pipelines.compile.options import Options

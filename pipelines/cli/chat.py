@@ -160,7 +160,10 @@ class Console:
             print(f"{setting:15}{shown}", file=sys.stderr)
 
     def show(self, _: str) -> None:
-        """Run the command /show: print facts about the model, and the settings."""
+        """Run the command /show: print the model's properties, the context used, and the settings.
+
+        The argument is ignored.
+        """
         chat, manifest = self.chat, self.chat.engine.manifest
         used = f"{chat.engine.position} of {chat.engine.context} positions"
         facts = {"model": manifest.name, "family": manifest.config.get("model_type"), "weights": manifest.weights,
@@ -184,8 +187,9 @@ class Console:
     def answer(self, ask: Callable[[Callable[[int, int], None]], Iterator[str]]) -> None:
         """Print an answer while the model generates it.
 
-        ask: starts the answer, and returns an iterator over the pieces of its text. Its argument is
-        a progress callback, which it calls with (prompt tokens read, all prompt tokens).
+        ask: function that starts the answer, and returns an iterator over pieces of its text. Its
+            argument is a progress callback, which is called during prefill with (prompt tokens
+            computed, prompt tokens in all).
         """
         from castiron.pipelines.cli.run import AnswerOutput
 
@@ -249,7 +253,10 @@ def settings(chat: "Chat", name: str = "") -> dict[str, str]:
 
 
 def change(chat: "Chat", name: str, value: str) -> None:
-    """Change a setting for the next answers; PipelineError for an unknown name or invalid value."""
+    """Change a setting of a chat, such as temperature; it applies from the next answer.
+
+    Raises PipelineError for an unknown name or an invalid value.
+    """
     from castiron.pipelines.engine.sampling import Sampler
 
     if name == "system":

@@ -67,10 +67,12 @@ def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
 
 
 def report(found: dict) -> list[str]:
-    """Return the lines to print: the first module that differs, after the three modules before it.
+    """Return the lines to print: the first module whose output differs, and the three before it.
 
-    If no module differs, the lines show the last four modules. found: result of the comparison,
-    with `modules` (the difference of each module) and `first` (name of the first that differs).
+    If no module differs, the lines show the last four modules.
+
+    found: result of the comparison: `modules` (the difference of each module), `first` (name of the
+        first that differs, or None) and `operations` (of this module).
     """
     modules, first = found["modules"], found["first"]
     width = max(len(each["module"]) for each in modules)

@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def report(facts: dict) -> list[str]:
-    """Return the lines to print; facts: the object that --json prints."""
+    """Return the lines to print; `facts` has the results, and is also what --json prints."""
     base = facts["base"]
     head = (
         f"{facts['model']} ({arithmetic(facts['numerics'], facts['cache'])}), {facts['text']}: {facts['chunks']} chunks of "
@@ -128,15 +128,21 @@ def percent(value: dict[str, float]) -> str:
 
 
 def arithmetic(numerics: str, cache: str) -> str:
-    """Return numerics and KV cache type as text, such as "fast, cache of f16"; f32 is left out."""
+    """Return text such as "fast, cache of f16", for the numerics and the type of the KV cache.
+
+    A cache of f32 is not mentioned.
+    """
     return numerics + f", cache of {cache}" * (cache != "f32")
 
 
 def hf_logits(checkpoint: Path, weights: str, threads: int, adapter: Path | None) -> LogitsFunction:
     """Load a checkpoint with HF transformers; return a function that yields its logits for a text.
 
-    The function takes (token ids, index of the first position), and yields f32 [vocab] for each
-    position from there. weights: the bundle's --weights, to which HF's weights are rounded too.
+    The function takes (token ids, first position). It yields f32 [vocab], the logits, for each
+    position from the first.
+
+    weights: the bundle's --weights; HF's weights are rounded to this type too.
+    adapter: LoRA adapter to merge.
     """
     model = load_reference(checkpoint, weights, threads, adapter)
 
@@ -154,10 +160,13 @@ def hf_logits(checkpoint: Path, weights: str, threads: int, adapter: Path | None
 def base_of(
     bundle: Bundle, named: str, context: int, threads: int, checkpoint: str | None = None
 ) -> tuple[str, LogitsFunction]:
-    """Open the base model; return its name, and a function that yields its logits for a text.
+    """Open the base model, with which a bundle is compared.
 
-    named: the value of --against: hf, llama.cpp or the path of a bundle. context: min context of
-    the base model, in tokens. checkpoint: the value of --checkpoint, for hf and llama.cpp.
+    named: the value of --against: hf, llama.cpp or the path of another bundle.
+    context: min context of the base model, in tokens.
+    checkpoint: the value of --checkpoint, for hf and llama.cpp.
+
+    Returns the base model's name, and a function that yields its logits for a text.
     """
     if named == "hf":
         # HF's weights are not quantised, so that the divergence shows the cost of quantisation. A float type is applied.
