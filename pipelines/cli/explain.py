@@ -1,10 +1,11 @@
-"""Show how long each kernel of a call takes, in which module, and how near it is to its limit.
+"""Show the time of each kernel in a call of a model function, and how near it is to its limit.
 
-A kernel's limit is the time to read its bytes at the machine's read bandwidth, or to compute its
-FLOP at the machine's peak, whichever is longer. "in cache" means that the kernel reads faster than
-memory can. The bandwidth, the peak and the call are measured three times each, alternately. The
-times of kernels come from IREE's profiler, which slows short kernels down a little. "no kernel" is
-the rest of the call's time, which is measured without the profiler.
+The output also shows which layers use the kernel. A kernel's limit is the time to read its bytes at
+the machine's memory bandwidth, or to compute its FLOP at the machine's peak, whichever is longer.
+"in cache" means that the kernel reads faster than memory can. The bandwidth, the peak and the call
+are measured three times each, alternately. The times of kernels come from IREE's profiler, which
+slows short kernels down a little. "no kernel" is the rest of the call's time, which is measured
+without the profiler.
 """
 
 import argparse
@@ -57,7 +58,10 @@ def main(args: argparse.Namespace) -> int:
 def explain(bundle: Bundle, function_name: str, position: int, threads: int | None) -> dict[str, Any]:
     """Time each kernel in a call of a model function, and measure the limits of the machine.
 
-    Returns the object that --json prints. position: number of tokens in the KV cache.
+    Returns the object that `castiron explain --json` prints.
+    function_name: such as "decode_step".
+    position: number of tokens in the KV cache before the call.
+    threads: number of threads; None for one per physical core.
     """
     functions = {function.name: function for function in bundle.manifest.functions}
     if function_name not in functions:
@@ -79,9 +83,11 @@ def explain(bundle: Bundle, function_name: str, position: int, threads: int | No
 
 
 def described(measured: Profile, rows: list[dict], limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return the object that --json prints, from the times of a call and the machine's limits.
+    """Return the object that `castiron explain --json` prints.
 
-    rows: an object for each kernel. limits: bandwidth in GB/s and peaks in GFLOP/s, by name.
+    measured: the time of a call of a model function.
+    rows: for each kernel, the result of `kernel_row`.
+    limits: the machine's bandwidth in GB/s and peaks in GFLOP/s, by name.
     """
     flops = sum(row["flops"] or 0 for row in rows)
     return {
@@ -98,11 +104,14 @@ def described(measured: Profile, rows: list[dict], limits: Mapping[str, float]) 
 
 
 def kernel_row(dispatch: Dispatch, work: Mapping[str, Mapping], position: int, limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return the object that --json prints for one kernel; times, bytes and FLOP are sums of calls.
+    """Return the object for one kernel in the output of `castiron explain --json`.
 
-    dispatch: the measured time of the kernel. work: {kernel: its FLOP, bytes and module paths},
-    from the bundle's manifest. position: number of tokens in the KV cache. limits: the machine's
-    bandwidth in GB/s and peaks in GFLOP/s, by name.
+    A model function may run the kernel several times: times, bytes and FLOP are sums over these
+    runs.
+    dispatch: the kernel's name and measured time.
+    work: {name of a kernel: its FLOP, bytes and layers}, from the bundle's manifest.
+    position: number of tokens in the KV cache.
+    limits: the machine's bandwidth in GB/s and peaks in GFLOP/s, by name.
     """
     kernel = work.get(dispatch.name.removesuffix("_fn"), {})
     nbytes, flops = (amount(kernel, unit, position) * kernel["calls"] if kernel else None for unit in ("bytes", "flops"))

@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def bundle(path: str) -> tuple[dict, list[str]]:
-    """Return a bundle's manifest as JSON values, and the lines to print."""
+    """Return (a bundle's manifest as a JSON object, the lines that `castiron inspect` prints)."""
     from castiron.pipelines.checkpoints.hf_tensors import in_words
     from castiron.pipelines.engine.memory import mapped_weights, needed, slots_of, warn_of_shortage
     from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
@@ -95,7 +95,7 @@ def bundle(path: str) -> tuple[dict, list[str]]:
 
 
 def encoder(manifest: Manifest) -> list[tuple[str, str]]:
-    """Return pairs (name, text) about an embedding model or reranker; [] for other models."""
+    """Return rows (label, text) about an embedding model or reranker; [] for other models."""
     if (facts := manifest.encoder) is None:
         return []
     if facts.relevance:
@@ -109,7 +109,7 @@ def encoder(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
-    """Return the object that --json prints for a checkpoint, and the lines to print.
+    """Return (the object that --json prints for a checkpoint, the lines to print without --json).
 
     tensors: whether to add a line for every tensor.
     """
@@ -194,7 +194,7 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
 
 
 def table(rows: Sequence[tuple[str, object]]) -> list[str]:
-    """Return a line "name  value" for each pair with a value; the values are aligned."""
+    """Return a line "name  value" for each pair, with values aligned; leave empty values out."""
     rows = [(name, value) for name, value in rows if value]
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]

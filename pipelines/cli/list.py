@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def bundles_at(path: Path) -> Iterator[Path]:
-    """Yield `path` if it is a bundle, else the bundles in the folder `path`; none is opened."""
+    """Yield `path` if it is a bundle; otherwise yield the bundles that are in the folder `path`."""
     is_directory = lambda entry: (entry / "manifest.json").is_file() and not entry.name.startswith(".")
     is_bundle = lambda entry: is_directory(entry) or entry.suffix == ".castiron" and is_archive(entry)
     if is_bundle(path):
@@ -73,7 +73,10 @@ def last_use(path: Path) -> str:
 
 
 def bundle(path: Path) -> dict:
-    """Return the object that --json prints for a bundle, with an `error` if it is invalid."""
+    """Return the object that --json prints for a bundle.
+
+    For an invalid bundle, it has only the path and an `error` message.
+    """
     from castiron.vmfb.bundle import read_manifest
     from castiron.vmfb.manifest import BundleError
 
@@ -94,7 +97,10 @@ def bundle(path: Path) -> dict:
 
 
 def table(result: dict) -> list[str]:
-    """Return the lines to print; result: the object that --json prints."""
+    """Return the lines that `castiron list` prints.
+
+    result: the object that it prints with --json.
+    """
     cached = [row | {"path": Path(row["path"]).name} for row in result["cached"]]
     width = max(len(name) for name in [row["name"] for row in result["catalogue"]]
                 + [row["path"] for row in result["bundles"] + cached])  # fmt: skip

@@ -152,7 +152,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def command_parser(name: str, parser: Parser | None = None) -> Parser:
-    """Return the parser of a command; if `parser` is given, add the command's options to it."""
+    """Return an argument parser with the options of the command `name`.
+
+    parser: the parser to which the options are added; None for a new one.
+    """
     module = importlib.import_module(f"castiron.pipelines.cli.{name}")
     parser = parser or Parser(prog=f"castiron {name}")
     parser.formatter_class, parser.description, parser.epilog = Formatter, module.__doc__, module.EXAMPLES
@@ -165,7 +168,7 @@ def command_parser(name: str, parser: Parser | None = None) -> Parser:
 
 
 def completion(shell: str) -> str:
-    """Return a script that completes every command and option in a shell, such as "bash"."""
+    """Return a completion script with all commands and options for a shell, such as "bash"."""
     import shtab
 
     if shell not in shtab.SUPPORTED_SHELLS:
@@ -199,9 +202,10 @@ def _print_and_exit(text: str) -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Open the null device for each standard stream that is closed.
+    """Open the null device in place of each standard stream that is closed.
 
-    Otherwise messages would be written to the next file that is opened.
+    Otherwise, the next file to be opened would get the file descriptor of stdout or stderr, and
+    messages would be written into that file.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

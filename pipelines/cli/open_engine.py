@@ -36,9 +36,10 @@ def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False,
 
 
 def with_device(bundle: "Bundle", device: str | None) -> "Bundle":
-    """Return the bundle, to run on a device such as "vulkan:1"; None for the default device.
+    """Return a copy of the bundle that runs on a device such as "vulkan:1".
 
-    A progress bar shows the upload of weights to a GPU.
+    device: None for the default device. While weights are uploaded to a GPU, a progress bar is
+    shown.
     """
     progress = Progress()
 
@@ -51,9 +52,10 @@ def with_device(bundle: "Bundle", device: str | None) -> "Bundle":
 
 
 def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
-    """Return the opened bundle of `castiron run` or `castiron chat`, and its engine.
+    """Return (opened bundle, its engine) for `castiron run` and `castiron chat`.
 
-    The engine uses the model of --draft and the folder of --prefix-cache.
+    If the options are given, the engine uses the draft model of --draft for speculative decoding,
+    and stores prefix caches in the folder of --prefix-cache.
     """
     from castiron.pipelines.compile.open_model import require_generation
     from castiron.pipelines.engine.engine import Engine

@@ -45,7 +45,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def template_arg(text: str) -> tuple[str, Any]:
-    """Parse "name=value"; the value is parsed as JSON if possible."""
+    """Parse "name=value" into (name, value); a value that is not valid JSON is returned as text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"invalid variable: {text!r}; give NAME=VALUE, such as enable_thinking=false")
@@ -64,14 +64,20 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def target_name(text: str) -> str:
-    """Return `text` if it is in TARGETS or a GPU target, such as "vulkan" or "cuda:sm_80"."""
+    """Return `text` if it is a valid value of --target, such as "x86-64-v4" or "cuda:sm_80".
+
+    For any other text, argparse.ArgumentTypeError is raised.
+    """
     if text not in TARGETS and text.partition(":")[0] not in GPUS.values():
         raise argparse.ArgumentTypeError(f"unknown target: {text!r}; choose from {', '.join((*TARGETS, *GPUS.values()))}")
     return text
 
 
 def device_name(text: str) -> str:
-    """Return `text` if it is "cpu" or a GPU driver, which may have a number, as in "vulkan:1"."""
+    """Return `text` if it is a valid value of --device: "cpu", "vulkan", "vulkan:1", and so on.
+
+    For any other text, argparse.ArgumentTypeError is raised.
+    """
     if text.partition(":")[0] not in ("cpu", *GPUS):
         raise argparse.ArgumentTypeError(f"unknown device: {text!r}; run castiron devices to list the devices")
     return text
@@ -128,16 +134,20 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 def add_options(parser: argparse._ActionsContainer, *options: str, **changes: Any) -> None:
-    """Add options that several commands share, such as "--json", to a command's parser.
+    """Add options that several commands share to a command's parser.
 
-    changes: arguments of add_argument that replace the usual ones.
+    options: names of the options, such as "--json".
+    changes: arguments for argparse's `add_argument`, such as `help`, that replace the usual ones.
     """
     for flags in options:
         parser.add_argument(*flags.split(), **SHARED[flags] | changes)
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, **changes: str) -> None:
-    """Add the MODEL argument of commands that read checkpoints."""
+    """Add the argument MODEL, which names a checkpoint, to a command's parser.
+
+    changes: arguments for argparse's `add_argument`, such as `help`, that replace the usual ones.
+    """
     arguments = {"metavar": "MODEL", "help": "GGUF file, HF directory, catalogue name, or org/name on the hub"}
     add_model(parser, "model", **arguments | changes)
 
@@ -171,7 +181,7 @@ def note_ignored(args: argparse.Namespace) -> None:
 
 
 def check_models_exist(args: argparse.Namespace) -> None:
-    """Check the arguments that name models, and correct the case of catalogue names.
+    """Check the arguments in `args` that name models, and correct the case of catalogue names.
 
     Raises CheckpointError for an argument that is neither an existing path nor a known name.
     """
@@ -241,9 +251,10 @@ def default_bundle(model: str) -> Path:
 
 
 def add_model(parser: argparse.ArgumentParser, name: str = "bundle", **changes: str) -> None:
-    """Add the MODEL argument of commands that run models, which -m also sets.
+    """Add the argument MODEL to a command's parser; the command also accepts -m MODEL.
 
-    name: attribute of the parsed arguments. changes: arguments of add_argument to replace.
+    name: attribute of the parsed arguments that contains the value.
+    changes: arguments for argparse's `add_argument`, such as `help`, that replace the usual ones.
     """
     arguments = {"metavar": "DIR|MODEL", "help": "bundle, GGUF file, HF directory, catalogue name, or org/name on the hub"}
     parser.add_argument(name, **arguments | changes)
@@ -262,7 +273,13 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
 
 
 def answer_limit(max_tokens: int | None) -> int | None:
-    """Return the max tokens of an answer from the value of --max-tokens; None for no limit."""
+    """Convert the value of the option --max-tokens to the max number of tokens to generate.
+
+    max_tokens: the option's value; None if the option was not given, -1 for no limit.
+
+    Returns `DEFAULT_MAX_TOKENS` if the option was not given, and None for no limit. Raises
+    PipelineError for 0 and for numbers below -1.
+    """
     from castiron.pipelines.engine.request import DEFAULT_MAX_TOKENS
 
     if max_tokens is None:
@@ -300,13 +317,14 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool
 
 
 def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None = None) -> "Sampling":
-    """Return the `Sampling` that the options set.
+    """Return the `Sampling` that the options in `args` set.
 
-    generation: the model's generation_config, for defaults; if it is None, the default is greedy
-    decoding.
+    generation: the model's generation_config, which has the defaults; if it is None, the default is
+        greedy decoding.
 
-    Raises PipelineError for a value out of range, or an empty stop string. An option that has no
-    effect in greedy decoding is also an error, but with --temperature 0 it only causes a message.
+    Raises PipelineError for a value out of range, for an empty stop string, and for options such as
+    --top-k if decoding is greedy, because they have no effect then. With --temperature 0, such
+    options cause only a message.
     """
     from castiron.pipelines.engine.sampling import Sampling, model_sampling
     from castiron.pipelines.text.text_output import StopStrings
@@ -326,11 +344,12 @@ def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None =
 
 
 def prefix_store(args: argparse.Namespace, manifest: "Manifest", is_automatic: bool = False) -> "PrefixStore | None":
-    """Return the store of prefix caches in the folder that --prefix-cache names, or None.
+    """Return the on-disk store of prefix caches that --prefix-cache selects; None for no store.
 
-    It saves the KV cache of a prompt's prefix on disk, for later prompts with this prefix.
-    is_automatic: whether to use castiron's cache folder, for long prefixes, if the option is not
-    given.
+    It saves the KV cache of the first tokens of a prompt, for later prompts with the same first
+    tokens.
+    is_automatic: whether to use a store in castiron's cache folder, only for long prefixes, if
+        --prefix-cache is not given.
     """
     if not 0 < args.prefix_cache_size < float("inf"):
         raise PipelineError(f"--prefix-cache-size is {args.prefix_cache_size:g}; give a number of gigabytes above 0")

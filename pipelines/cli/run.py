@@ -123,9 +123,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check_prompt(args: argparse.Namespace) -> None:
-    """Check the options of the prompt, and set args.prompt to PROMPT, or to "-" for stdin.
+    """Check the options that give a prompt. If there are none, set args.prompt to PROMPT or "-".
 
-    Raises PipelineError for options that exclude each other, and if there is no prompt.
+    PROMPT is the text on the command line. If it is absent, "-" means that the prompt comes from
+    stdin. Raises PipelineError for options that exclude each other, and if there is no prompt.
     """
     has_option = not (args.prompt is args.file is args.tokens is None)
     if args.words and has_option:
@@ -145,9 +146,9 @@ def check_prompt(args: argparse.Namespace) -> None:
 def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Tokenizer | None, tuple[int, ...]]:
     """Return (token ids of the prompt, tokenizer, additional end tokens).
 
-    With --suffix, the prompt has fill-in-the-middle tokens, and additional tokens end the answer;
-    otherwise there are none. With --tokens, the tokenizer is None if the bundle does not have one,
-    or if no option needs it.
+    With --suffix, the prompt is a fill-in-the-middle prompt, for which the model has additional end
+    tokens; without --suffix, there are none. The tokenizer is None only with --tokens, if the
+    bundle has no tokenizer or no option needs one.
     """
     if args.tokens:
         encode_prompt(args.tokens, None, bundle.manifest.vocab)
@@ -219,9 +220,11 @@ def rate(tokens: int, seconds: float) -> float | None:
 
 
 def report(stream: Stream, text: str | None, reasoning: str | None, load_seconds: float) -> dict:
-    """Return the object that --json prints.
+    """Return the object that `castiron run --json` prints.
 
-    text, reasoning: the answer and its reasoning, or None. load_seconds: time to load the model.
+    stream: the finished generation.
+    text, reasoning: the answer and its reasoning, or None.
+    load_seconds: time to load the model.
     """
     request = stream.request
     return {
@@ -243,6 +246,7 @@ def report(stream: Stream, text: str | None, reasoning: str | None, load_seconds
 def speed(stream: Stream, thinking: bool) -> str:
     """Return the line to print after an answer: its speed, and why it ended.
 
+    stream: the finished generation.
     thinking: whether generation ended inside the reasoning.
     """
     request = stream.request

@@ -1,10 +1,10 @@
 """Search for tile sizes that make a model's matmuls faster on this machine, for castiron compile.
 
-Each candidate is timed in the compiled model, with its weights. castiron compile uses a candidate
-if two measurements found it over 3 % faster than the default tile sizes, and if the model with all
-faster tile sizes generates the same greedy tokens. The results are stored when the search ends. The
-next run skips matmuls that have a result; castiron cache clear tuned deletes all results. Run no
-other programs during the search.
+Candidate tile sizes are timed in the compiled model, with its weights. castiron compile uses a
+candidate if two measurements found it over 3 % faster than the default tile sizes, and if the model
+with all faster tile sizes generates the same greedy tokens. The results are stored when the search
+ends. The next run skips matmuls that have a result; castiron cache clear tuned deletes all results.
+Run no other programs during the search.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Compare a bundle's greedy tokens with those of HF transformers on the same checkpoint.
 
-Both generate N tokens after each prompt, also after an end-of-text token; HF computes in f32. The
-exit status is 1 if any token differs. Prompts that do not fit in the bundle's largest context are
-skipped, with a message.
+Both generate N tokens after each prompt, and do not stop at an end-of-text token. HF computes in
+f32. The exit status is 1 if any token differs. Prompts that do not fit in the bundle's largest
+context are skipped, with a message.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def line(facts: dict) -> str:
-    """Return the line to print for one prompt: whether its tokens are exact, and where they differ.
+    """Return the line to print for one prompt: whether all tokens equal HF's, or where they differ.
 
     facts: the prompt's object in the list `prompts` that --json prints.
     """

@@ -1,1 +1,1 @@
-"""castiron on a Ray cluster: actors that answer the rows of datasets, and Ray Serve replicas."""
+"""castiron on a Ray cluster: actors that answer the prompts of datasets, and Ray Serve replicas."""

@@ -90,7 +90,11 @@ class Generate:
         return _with_answers(batch, self.answers([_prompt(values) for values in zip(*columns)]))
 
     def answers(self, prompts: Sequence[Any]) -> list[Result]:
-        """Return a result for each prompt, in the order of `prompts`."""
+        """Return a result for each prompt, in the order of `prompts`.
+
+        A prompt is a text or a list of chat messages. For an invalid prompt, such as None, the
+        result has an error.
+        """
         order = sorted(range(len(prompts)), key=lambda index: str(prompts[index]))
         results = self.model.generate_many([prompts[index] for index in order], **self.options)
         return sorted((replace(result, index=order[result.index]) for result in results), key=lambda result: result.index)
@@ -104,9 +108,10 @@ def cpus_of_actor() -> int | None:
 
 
 def _prompt(values: Sequence[Any]) -> Any:
-    """Return a row's prompt, given the values of its columns `prompt` and `messages`.
+    """Return a row's prompt: the only value in `values` that is not None.
 
-    Exactly one of the values must be given. Otherwise, the result is None, and the row fails.
+    values: the row's values in the columns for texts and for chat messages. If both are None or
+    both are set, the result is None, and the row fails.
     """
     from castiron.pipelines.batch.parquet import without_nulls
 
@@ -125,14 +130,17 @@ def _with_answers(batch: pa.Table, results: Sequence[Result]) -> pa.Table:
 
 
 class BatchActor:
-    """A Ray actor that answers records of a batch job. The first call opens the bundle."""
+    """A Ray actor that answers records (requests) of a batch job.
+
+    The first call of `answers` opens the bundle.
+    """
 
     def __init__(self, args: argparse.Namespace, path: Path, manifest: bytes, prepare: Prepare):
         self.args, self.path, self.manifest, self.prepare = args, path, manifest, prepare
         self.answer: Answer | None = None
 
     def has_bundle(self) -> bool:
-        """Return whether this node has the job's bundle at the path that the job was given."""
+        """Return whether this actor's node has the job's bundle, at the path given to the actor."""
         try:
             return dump(open_bundle(self.path, run=False).manifest) == self.manifest
         except (BundleError, OSError):
@@ -141,8 +149,8 @@ class BatchActor:
     def answers(self, records: list[Record], stored: Stored | None) -> list[tuple[int, Outcome]]:
         """Answer records; return (index of the record in the job, its answer or error) for each.
 
-        stored: the bundle in Ray's object store, to copy to this node; None if the node has the
-        bundle.
+        stored: the bundle in Ray's object store, which is copied to this node; None if the node
+        already has the bundle.
         """
         if self.answer is None:
             found = open_bundle(self.path if stored is None else bundle_at(stored), full_check=self.args.trust == "never")
@@ -184,9 +192,10 @@ class Engines:
                     self.starting[self.actors[slot].has_bundle.remote()] = slot
 
     def finish_start(self, call: ray.ObjectRef) -> None:
-        """Mark an actor as ready for records after its first call, `has_bundle`, has ended.
+        """Mark a new actor as ready for records, after its first call has ended.
 
-        If the actor died in this call, remove it, so that `start_missing` starts it again.
+        call: the finished call, of `has_bundle`. If the actor died in this call, it is removed, so
+        that `start_missing` starts it again.
         """
         slot = self.starting.pop(call)
         try:
@@ -213,7 +222,10 @@ class Engines:
         return []
 
     def remove(self, slot: Slot) -> None:
-        """Remove a dead actor, so that `start_missing` starts it again."""
+        """Remove a dead actor, so that `start_missing` starts it again.
+
+        slot: (id of the node, number of the actor on the node).
+        """
         self.actors.pop(slot, None)
         self.ready.pop(slot, None)
 
@@ -311,7 +323,10 @@ def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prep
 
 
 def _result(call: ray.ObjectRef) -> Any:
-    """Return the result of a Ray call; raise an error of castiron without Ray's wrapper."""
+    """Return the result of a Ray call; if the call failed, raise the exception.
+
+    Ray wraps exceptions in RayTaskError. castiron's own exceptions are raised without this wrapper.
+    """
     try:
         return ray.get(call)
     except RayTaskError as error:

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 class Stored:
     """A packed bundle in Ray's object store, which nodes can fetch.
 
-    key: SHA-256 of the bundle's manifest in hex. data: reference to the packed file, u8 [size].
+    name: name of the bundle.
+    key: SHA-256 of the bundle's manifest in hex.
+    data: reference to the packed file, u8 [size].
     """
 
     name: str
@@ -58,7 +60,10 @@ def store(bundle: Bundle | Path | str) -> Stored:
 
 
 def bundle_at(source: BundleSource) -> Bundle:
-    """Return the opened bundle at `source`. A bundle that is not on this node is fetched first."""
+    """Open a bundle, which is fetched first if it is not on this node.
+
+    source: a path on this node, a URL, or a reference to Ray's object store (`Stored`).
+    """
     if isinstance(source, Stored):
         import ray
 
@@ -87,11 +92,13 @@ def bundle_at(source: BundleSource) -> Bundle:
 
 
 def _fetched(key: str, source: str, fetch: Callable[[Path], Any]) -> Bundle:
-    """Return an opened bundle from this node's cache, after fetching it if it is not there.
+    """Open the bundle `key` in this node's cache; fetch it first if it is not there.
 
-    key: name of the file in the cache. source: path or URL of the bundle, for error messages.
-    fetch: called with a path, to which it must write the bundle. An invalid bundle is deleted from
-    the cache, and BundleError is raised.
+    key: name of the file in the cache.
+    source: path or URL of the bundle, for error messages.
+    fetch: called with a path, to which it must write the bundle.
+
+    An invalid bundle is deleted from the cache, and BundleError is raised.
     """
     path = cache_folder("fetched") / key
     lock = path.with_name(f".{key}.lock")

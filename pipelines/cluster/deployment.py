@@ -53,10 +53,11 @@ SCOPE_KEYS = (
 
 @dataclass(frozen=True)
 class Call:
-    """An HTTP request that a front forwards to a replica.
+    """An HTTP request that an ingress process (`Front`) forwards to a replica of the model.
 
-    scope: its ASGI scope. body: the complete body. prefixes: hashes of the prompt's prefixes, by
-    which the router chooses the replica.
+    scope: its ASGI scope.
+    body: the complete body.
+    prefixes: hashes of the prompt's prefixes, by which the router chooses the replica.
     """
 
     scope: Mapping[str, Any]
@@ -67,7 +68,8 @@ class Call:
 def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
     """Return hashes of a prompt's prefixes: of the first block, of the first two blocks, and so on.
 
-    A block has `BLOCK` bytes, and an incomplete last block is left out.
+    A block is `BLOCK` bytes of the prompt. A shorter block at the end is ignored, and so are blocks
+    after the first `MAX_BLOCKS`.
     body: JSON of a generation request. For any other body, the result is empty.
     """
     try:
@@ -87,7 +89,8 @@ def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
 class PrefixRouter(RequestRouter):
     """A router that prefers the replica with the longest prefix of the prompt in its cache.
 
-    Each front has its own router, which knows only which requests this front sent to which replica.
+    Each process that receives HTTP requests has its own router. The router knows only the requests
+    that it has routed itself, so it does not know the full contents of a replica's cache.
     Ray's prefix router (in ray.serve.llm) is not used, because it imports vLLM or SGLang.
     """
 
@@ -99,11 +102,12 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return lists of replicas, which Ray tries in this order.
+        """Return lists of replicas; Ray tries the replicas of the first list first.
 
-        The first list has the replica with the longest cached prefix. This list is left out if the
-        replica has no free slot but another replica has one. Then come a list of two random
-        replicas, and a list of all replicas.
+        1. The replica whose cache has the longest prefix of the prompt. This list is left out if
+            the replica has no free slot but another replica has one.
+        2. Two random replicas.
+        3. All replicas.
         """
         two = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         if pending_request is None:
@@ -159,7 +163,11 @@ class Front:
             await while_connected(receive, self._answer(call, scope, receive, send))
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the call to a replica. If the replica dies, try others, up to `ATTEMPTS` in all."""
+        """Send a request to a replica, and its response to the client.
+
+        If the replica dies before the response starts, other replicas are tried, up to `ATTEMPTS`
+        replicas in total. scope, receive, send: the ASGI connection to the client.
+        """
         started: Message | None = None
         status, reason = 502, f"{ATTEMPTS} replicas ended before they answered this request"
         for attempt in range(ATTEMPTS):
@@ -188,9 +196,9 @@ class Front:
 async def _send_lost(started: Message, path: str, send: Send) -> None:
     """Report to a client that its replica died in the middle of the response.
 
-    started: the first ASGI message of the response. In an event stream (SSE), the client gets an
-    error event. For any other response, ConnectionResetError closes the connection, because a
-    normal end would make the response look complete.
+    started: the first ASGI message of the response. path: path of the request's URL. In an event
+    stream (SSE), the client gets an error event. For any other response, ConnectionResetError is
+    raised, which closes the connection: a normal end would make the response look complete.
     """
     if not any(value.startswith(b"text/event-stream") for name, value in started["headers"] if name == b"content-type"):
         raise ConnectionResetError("the replica ended in the middle of its answer; the client must send the request again")
@@ -242,7 +250,7 @@ class Replica:
             await asyncio.gather(running, return_exceptions=True)
 
     async def complete_answer(self, call: Call) -> tuple[str, tuple[int, bytes]]:
-        """Return (name of the replica, (HTTP status, body) of the complete response)."""
+        """Run the application for a request; return (name of the replica, (HTTP status, body))."""
         messages = [message async for found in self.answer(call) for message in found]
         return self.name, (messages[0]["status"], b"".join(message.get("body", b"") for message in messages))
 

@@ -56,8 +56,9 @@ def text_sha256(text: str | Path) -> str:
 def calibrate(checkpoint: Checkpoint, options: Options, progress: Progress) -> Importance:
     """Return the importance of each weight's columns, measured on the text `options.calibrate`.
 
-    The importance of a column is the mean square of its input, divided by the average over all
-    columns. The result is cached on disk. It is empty if the options have no text.
+    The result maps a weight's name to f32 [in]. The importance of a column is the mean square of
+    its input, divided by the average over all columns. The result is cached on disk. It is empty if
+    `options.calibrate` is not set.
     """
     text = options.calibrate
     if not text:
@@ -155,11 +156,14 @@ def sum_squared_inputs(model: ModelModule, function: Graph) -> list[tuple[str, .
 
 
 def sum_squared_expert_inputs(module: Module, function: Graph, known: Set[str]) -> list[tuple[tuple[str, ...], ...]]:
-    """Add outputs to a lowered function: for each input x of experts' matmuls, the sum of x².
+    """Add outputs to a lowered function: for each input x of the experts' matmuls, sums of x².
 
     An output is f32 [experts, in]: for each expert, the sum over the tokens that are routed to it.
-    Weights in `known` have such sums already and are left out. Returns, for each new output, a
-    tuple with an item (name of the weight,) for each expert.
+    module: the module that contains `function`.
+    known: names of weights for whose inputs such sums exist already; they are skipped.
+
+    Returns a tuple for each new output. The tuple has an item (name of the weight,) for each
+    expert.
     """
     made = {result: op for op in function.ops for result in op.results}
     names, sums = [], []

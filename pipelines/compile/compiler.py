@@ -82,9 +82,10 @@ def compile_model(
         progress: called with (name of a stage, fraction done).
         tiles: {name of a matmul: tile sizes}, instead of the results of `castiron tune`.
         keep: folder to which the generated MLIR and a script that compiles it are written.
-        evaluate: measures the accuracy of the new bundle; called only if the numerics are fast and
-            this machine can run the bundle.
-        packed: another bundle; if it has the same weights, its weights file is linked.
+        evaluate: measures the accuracy of the new bundle; called only if the option `numerics` is
+            "fast" and this machine can run the bundle.
+        packed: another bundle. If it has the same weights, the new bundle shares its weights file
+            by a hard link.
         announce: called before the compilation starts, unless nothing is compiled.
     """
     report = progress or (lambda stage, done: None)
@@ -183,7 +184,7 @@ def compile_model(
 
 
 def _in_background(work: Callable[[], Any]) -> Future:
-    """Run `work` in a thread that does not delay the end of the process."""
+    """Run `work` in a daemon thread, which ends with the process; return a future of its result."""
     future: Future = Future()
 
     def run() -> None:
@@ -198,9 +199,10 @@ def _in_background(work: Callable[[], Any]) -> Future:
 
 @contextmanager
 def _in_threads(works: Sequence[Callable[[], Any]], cancelled: threading.Event) -> Iterator[list[Future]]:
-    """Run `works` in threads while the body of a `with` statement runs; yield their futures.
+    """Run the functions in `works` in threads during a `with` block; yield their futures.
 
-    If a thread or the body fails, the event `cancelled` is set, which tells the others to stop.
+    If a function or the `with` block fails, the event `cancelled` is set. The functions should then
+    stop.
     """
     with ThreadPoolExecutor(len(works)) as pool:
         futures = [pool.submit(work) for work in works]
@@ -218,7 +220,10 @@ def _in_threads(works: Sequence[Callable[[], Any]], cancelled: threading.Event) 
 
 
 def module_texts(module: Module) -> dict[str, str]:
-    """Return the MLIR text of each module of a bundle by file name, `model.vmfb` first."""
+    """Return {file name: MLIR text} of a bundle's modules; the first file is `model.vmfb`.
+
+    module: the complete lowered model, whose functions are divided among the files.
+    """
     by_file: dict[str, list[str]] = {}
     for function in module.functions.values():
         assert function.entry is not None, "a model's function has a role"
@@ -240,7 +245,11 @@ def _weights_key(path: Path, options: Options, target: Target, module: Module) -
 
 
 def _key(path: Path, options: Options, target: Target) -> str:
-    """Return a hash of everything that a bundle depends on except tiles; path: the checkpoint."""
+    """Return a hash of everything that determines a bundle, except the tile sizes of its matmuls.
+
+    This includes the checkpoint at `path`, the options and castiron's version. If neither this hash
+    nor the tile sizes have changed, the bundle need not be compiled again.
+    """
     path = path.resolve()
     # The layers after an encoder's pooling are in separate folders.
     own = [*path.iterdir(), *(path.glob("*/*") if (path / MODULES).exists() else ())] if path.is_dir() else []

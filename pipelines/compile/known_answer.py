@@ -45,9 +45,10 @@ SCOPE = "known_answer"
 class Probes:
     """Small matmuls with known results, which a GPU must reproduce.
 
-    text: MLIR of the matmuls, compiled as device.vmfb. parameters: the inputs and the weights, by
-    their name in the bundle's weights file. expected: the result of each matmul, one number for
-    each row of its weight, by the weight's codec (element type or quantisation).
+    text: MLIR of the matmuls, compiled as device.vmfb.
+    parameters: the inputs and the weights, by their name in the bundle's weights file.
+    expected: {codec: result of the matmul}. The codec is the element type or quantisation of the
+        matmul's weight. The result has one number for each row of the weight.
     """
 
     text: str
@@ -90,10 +91,11 @@ def _activations(count: int) -> np.ndarray:
 
 
 def decode_on_cpu(checkpoint: Checkpoint, options: Options, importance: Importance) -> Decode | None:
-    """Return logits that a GPU must reproduce: some logits of decode steps on this machine's CPU.
+    """Run the model on this machine's CPU, and return logits that a GPU must reproduce.
 
-    The model is compiled for the CPU for this purpose. The result is None for an embedding model,
-    and for more than `MAX_BYTES` of weights. importance: the result of `calibrate`.
+    The model is compiled for this CPU, and runs a few decode steps. The result is None for an
+    embedding model, and for more than `MAX_BYTES` of weights.
+    importance: the result of `calibrate`, with which weights are quantised.
     """
     target = TARGETS["host"]
     own = replace(

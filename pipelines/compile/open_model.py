@@ -46,8 +46,9 @@ def open_or_compile(
             compiled bundle is cached.
         options: compiler options; PipelineError if `model` is a bundle. The default is
             `Options(target=target)`, or `Options.for_draft(target)` for a draft model.
+        progress: called with (name of a stage, fraction done).
         evaluate: measures the accuracy of a new bundle, as for `compile_model`.
-        full_check: whether to hash all files of the bundle again.
+        full_check: whether to check the hashes of all files, even if they were checked before.
         announce: whether to print a line before compiling.
         one_sequence: whether to compile only the functions for one prompt at a time; has no effect
             if the bundle with all functions is cached.
@@ -95,7 +96,8 @@ def compile_to(
 ) -> Path:
     """Compile a model into the directory `out`, and return the path of the bundle.
 
-    Only one thread at a time compiles; others wait. message: line to print before compiling.
+    Only one thread at a time compiles; others wait. message: line to print before compiling, or
+    None. The other arguments are those of `compile_model`.
     """
     from castiron.pipelines.compile.compiler import compile_model
 
@@ -106,9 +108,10 @@ def compile_to(
 
 
 def options_of(**options: Any) -> Options:
-    """Return compiler options from keyword arguments, in which sizes have short forms.
+    """Return compiler options from keyword arguments, which are fields of `Options`.
 
-    For prefill, batch, speculate and embed, an int means one size, and None means no size.
+    The fields prefill, batch, speculate and embed are tuples of sizes. Here, an int is also
+    accepted for one size, and None for no size.
     """
     from castiron.pipelines.compile.options import Options
 
@@ -134,7 +137,10 @@ def require_generation(bundle: Bundle) -> Bundle:
 
 
 def require_cpu(bundle: Bundle, command: str) -> Bundle:
-    """Return the bundle; PipelineError, with the name of `command`, if it is compiled for a GPU."""
+    """Return the bundle; raise PipelineError if it is compiled for a GPU.
+
+    command: name of the command that needs a CPU bundle, for the error message.
+    """
     if bundle.manifest.target.driver:
         raise PipelineError(
             f"castiron {command} measures CPU kernels, but this bundle is compiled for a GPU: {bundle.path}; "

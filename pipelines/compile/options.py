@@ -113,7 +113,8 @@ class Options:
 def context_of(config: dict, options: Options) -> int:
     """Return the bundle's default context, the max tokens of a sequence.
 
-    This is `options.context` if it is set, otherwise the model's limit, but at most 8192.
+    This is `options.context` if it is set. Otherwise it is the model's limit, but at most 8192 and
+    at most `options.max_context`. config: the model's HF config.
     """
     if options.context is not None:
         return options.context
@@ -121,10 +122,12 @@ def context_of(config: dict, options: Options) -> int:
 
 
 def max_context_of(config: dict, options: Options) -> int:
-    """Return the largest context with which the bundle can be opened.
+    """Return the largest context, in tokens, with which the bundle can be opened.
 
-    By default, this is the model's limit, but not above 131,072. For the portable lowering or a
-    GPU, this is the default context.
+    This is `options.max_context` if it is set. Otherwise, it depends on the lowering:
+    portable lowering, and GPUs: the bundle's default context.
+    kernels for CPUs: the model's limit, but at most 131,072, or the default context if it is
+        larger.
     """
     if options.max_context is not None:
         return options.max_context

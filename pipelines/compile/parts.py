@@ -102,9 +102,10 @@ def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None
 
 
 def _names(function: Graph) -> dict[Value, str]:
-    """Return names for the values that the module of one layer takes as arguments or returns.
+    """Return names for the values that enter or leave a layer.
 
-    These are the inputs of `function`, and values that are used outside their layer.
+    These are the inputs of `function`, and results of operations that are used outside their layer.
+    In a module of a single layer, they are arguments or results with these names.
     """
     readers: dict[Value, set[int | None]] = {value: {None} for value in function.outputs}
     for op in function.ops:
@@ -127,7 +128,10 @@ def _names(function: Graph) -> dict[Value, str]:
 
 
 def _updated(op: Op, result: int) -> Value | None:
-    """Return the operand that `op` overwrites with its result number `result`, or None."""
+    """Return the operand whose buffer `op` overwrites with one of its results, or None.
+
+    result: index of the result.
+    """
     if op.kind == "kernel":
         kernel = op.attrs["kernel"]
         operand = kernel.in_place.get(list(kernel.results)[result])
@@ -139,10 +143,15 @@ def _updated(op: Op, result: int) -> Value | None:
 class KernelRequest:
     """The options that select a kernel for `castiron emit --kernel`.
 
-    sizes: the numbers of --shape. tokens: rows of x; for attention_decode, sequences; for experts,
-    (token, expert) pairs. codec: element type or quantisation of the weight. isa: name of the
-    instruction set. context: number of positions of the KV cache. cache: element type of the KV
-    cache.
+    sizes: the numbers of --shape.
+    tokens: rows of the input x. For the kernel attention_decode: number of sequences. For the
+        kernel experts: number of (token, expert) pairs.
+    codec: element type or quantisation of the weight.
+    isa: name of the instruction set.
+    threads: number of threads among which the kernel divides its work.
+    context: number of positions of the KV cache.
+    numerics: how activations are rounded, a value of --numerics.
+    cache: element type of the KV cache.
     """
 
     sizes: tuple[int, ...]
@@ -159,9 +168,10 @@ class KernelRequest:
 class Kind:
     """A kind of kernel for `castiron emit --kernel`.
 
-    shape: names of the sizes in --shape, such as "OUTxIN". example: a value of --shape, such as
-    "1536x576". tokens: default, minimum and maximum of --tokens. make: makes the kernel from its
-    name and the request.
+    shape: names of the sizes in --shape, such as "OUTxIN".
+    example: a value of --shape, such as "1536x576".
+    tokens: default, minimum and maximum of --tokens; None for no maximum.
+    make: makes the kernel from the name of its kind and the user's options.
     """
 
     shape: str
@@ -221,11 +231,12 @@ def _recurrent(name: str, asked: KernelRequest) -> Kernel:
 
 
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, KernelRequest], Kernel]:
-    """Return a function that takes a kernel from a model with one layer, for `Kind.make`.
+    """Return a function for `Kind.make` that builds a model with one layer and returns its kernel.
 
     function: the model function that has the kernel, such as "prefill". For one token, the kernel
-    is taken from decode_step instead. model_type: as in an HF config. keys: the keys of the HF
-    config whose values are the sizes in --shape.
+        comes from the function decode_step.
+    model_type: the model's type in an HF config.
+    keys: keys of the HF config to which the sizes in --shape are assigned, in this order.
     """
 
     def make(name: str, asked: KernelRequest) -> Kernel:
@@ -272,9 +283,11 @@ KINDS: dict[str, Kind] = {
 
 
 def named_kernel(name: str, shape: str, *, tokens: int | None = None, **options: Any) -> Kernel:
-    """Return a kernel of the kind `name`, a key of KINDS, with default tiles.
+    """Return a kernel with default tiles for `castiron emit --kernel`.
 
-    shape: sizes joined by "x", such as "1536x576". tokens: None for the default of the kind.
+    name: kind of kernel, a key of `KINDS`, such as "gemv".
+    shape: sizes joined by "x", such as "1536x576".
+    tokens: None for the default of the kind.
     options: other fields of `KernelRequest`.
     """
     kind = KINDS.get(name)

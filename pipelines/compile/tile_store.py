@@ -103,7 +103,11 @@ def findings_of(key: Key) -> dict[str, Finding]:
 
 
 def tuned_tiles(options: Options, target: Target) -> TileFields:
-    """Return stored tile sizes by name of the matmul; {} if the options do not use them."""
+    """Return {name of a matmul: tile sizes} that `castiron tune` found for this machine.
+
+    The result is empty if `options.tuned` is false, or the options do not select this machine's CPU
+    and castiron's kernels.
+    """
     if not options.tuned or options.target != "host" or options.lowering != "kernels":
         return {}
     found = findings_of(key_of(target, options.threads_or_cores))

@@ -50,14 +50,16 @@ _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 
 
 def codecs_of(checkpoint: Checkpoint, weights: str, requantise: bool = False) -> dict[str, str]:
-    """Return the codec of each tensor in the bundle, by name.
+    """Return {name of a tensor: its codec in the bundle}.
 
-    weights: the value of --weights. Vectors keep the checkpoint's codec. If `weights` is a
-    quantisation, some matrices also keep the checkpoint's codec: routers, other small matrices,
-    experts trained in MXFP4, and matrices whose rows cannot be divided into blocks.
+    A codec is an element type or a quantisation.
+    weights: the value of --weights.
+    requantise: whether quantised matrices may be quantised again, if this makes them smaller. If
+        false, CheckpointError is raised if this would be necessary.
 
-    requantise: whether to quantise quantised matrices again, if this makes them smaller. If false,
-    CheckpointError is raised if matrices would have to be quantised again.
+    Vectors keep the checkpoint's codec. If `weights` is a quantisation, these matrices do so too:
+    routers, other small matrices, experts trained in MXFP4, and matrices whose rows cannot be
+    divided into blocks.
     """
     matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
     codecs = {tensor.name: tensor.codec for tensor in checkpoint.tensors.values()}
@@ -84,10 +86,10 @@ def codecs_of(checkpoint: Checkpoint, weights: str, requantise: bool = False) ->
 
 
 def _fitting_codec(tensor: Tensor, codec: str) -> str:
-    """Return a codec like `codec` whose blocks divide a row of the tensor.
+    """Return a codec whose blocks divide a row of the tensor.
 
-    This is `codec` itself, a codec with smaller blocks, or, if neither fits, the codec that the
-    tensor already has.
+    This is `codec` if it fits, otherwise a similar codec with smaller blocks. If neither fits, this
+    is the codec that the tensor already has.
     """
     features = tensor.shape[-1]
     if features % codec_of(codec).block:
@@ -106,9 +108,10 @@ def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str
     }
 
     def more_bits(name: str, pattern: re.Pattern) -> bool:
-        """Return whether a mix such as q4_k_m gives more bits to `name`, because of its layer.
+        """Return whether a mix such as q4_k_m gives more bits to the tensor `name`.
 
-        The layers with more bits are the first eighth, the last eighth, and every third between.
+        It does so in the first eighth and the last eighth of the layers, and in every third layer
+        between. Only layers that have a tensor whose name matches `pattern` are counted.
         """
         layer, layers = found[pattern].index(_layer_of(name)), len(found[pattern])
         return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
@@ -133,7 +136,11 @@ def _layer_of(name: str) -> int:
 
 
 def convert_tensor(checkpoint: Checkpoint, name: str, codec: str, importance: Importance = UNIFORM) -> np.ndarray:
-    """Return a tensor's data in `codec`; data in another codec is dequantised and encoded."""
+    """Return a tensor's data in `codec`; if it has another codec, dequantise and encode it.
+
+    codec: element type or quantisation. importance: {name of a tensor: factor for the quantisation
+    errors of each column}.
+    """
     tensor = checkpoint.tensors[name]
     if tensor.codec == codec:
         return tensor.data

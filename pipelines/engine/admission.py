@@ -20,14 +20,18 @@ Candidate = tuple[int, int | None, Request]
 class Admission:
     """The queue of requests, which chooses the request whose prompt the model reads next.
 
-    It chooses by these criteria, in this order: the lowest `priority`; a client with fewer slots
-    than its equal share; the oldest request, if others were chosen before it `PATIENCE` times; the
-    fewest tokens left to read. While an older prompt with the same prefix is being read, a request
-    waits until the prefix is in the cache. A slot is the KV cache of one sequence in the batch.
+    A slot is the KV cache of one sequence in the batch. The criteria are, in this order:
+    1. the lowest `priority`;
+    2. a client with fewer slots than its equal share;
+    3. the oldest request, if others were chosen before it `PATIENCE` times;
+    4. the fewest tokens left to read.
 
-    `waiting`: requests without a slot, by priority, then in order of arrival. `prefilling`:
-    requests whose prompt is being read, by slot. `decoding`: requests that generate tokens, by
-    slot.
+    While the model reads an older prompt with the same prefix, a request waits until the prefix is
+    in the prefix cache.
+
+    `waiting`: requests without a slot, by priority, then in order of arrival.
+    `prefilling`: {slot: request whose prompt is being read}.
+    `decoding`: {slot: request that generates tokens}.
     """
 
     def __init__(self, slots: int, cache: PrefixCache):
@@ -60,11 +64,12 @@ class Admission:
         return None
 
     def next(self, forced: dict[int, Request]) -> tuple[int | None, Request] | None:
-        """Choose the request that the model reads next; return (its slot or None, the request).
+        """Choose the request whose tokens the model reads next; return (its slot, the request).
 
-        A request without a slot must get one first. If no request has tokens to read, the result is
-        None. `forced`: {slot: request} of requests with tokens that a grammar has determined and
-        the model has not read.
+        The slot is None if the request has no slot yet; the caller must give it one. The result is
+        None if no request has tokens to read.
+        `forced`: {slot: request} of requests that are generating, and have tokens that a grammar
+        has determined and the model has not read.
         """
         found: list[Candidate] = [
             (len(request.unread(self.cache.sessions[slot].position)), slot, request)
@@ -105,7 +110,13 @@ class Admission:
         return slot if ready and ready[0][2].priority < priority else None
 
     def _for_free_slots(self, free: int) -> list[Candidate]:
-        """Return the waiting requests that may get one of the `free` slots next."""
+        """Return candidates for the next free slot: (tokens left to read, None, the request).
+
+        They are waiting requests of the highest priority. Of these, requests from clients with
+        fewer slots than an equal share are preferred, then requests from the clients with the
+        fewest slots.
+        free: number of free slots.
+        """
         slots_of = Counter(r.client for r in self.running.values())
         share = ceil(self.slots / len({*slots_of, *(r.client for r in self.waiting)}))
         seen: Counter[str] = Counter()
@@ -120,10 +131,10 @@ class Admission:
         return found[min(found)] if found else []
 
     def _left_to_read(self, request: Request) -> int:
-        """Return how many prompt tokens a waiting request has to read; 0 if it should wait.
+        """Return the number of prompt tokens that a waiting request has to read, 0 if it must wait.
 
-        A request should wait while another request reads the same prefix, or while the prefix is
-        read from disk.
+        A request must wait while the model reads the same prefix for another request, or while the
+        prefix is loaded from disk.
         """
         if request.paused:
             return max(1, len(request.prompt) - request.paused.position)

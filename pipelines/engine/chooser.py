@@ -14,7 +14,7 @@ from castiron.pipelines.errors import PipelineError
 
 
 class ConstraintError(PipelineError):
-    """Raised if a constraint forbids all tokens of the vocabulary, or the token to append."""
+    """Raised if a constraint forbids all tokens of the vocabulary, or a token that is appended."""
 
 
 class Constraint(Protocol):
@@ -50,7 +50,7 @@ class Constraint(Protocol):
 
 
 class TokenFilter:
-    """A constraint that delays stop tokens, and excludes given tokens and sequences of tokens."""
+    """A constraint that forbids given tokens and token sequences, and stop tokens at the start."""
 
     done = False
     forced: tuple[int, ...] = ()
@@ -64,7 +64,8 @@ class TokenFilter:
 
         Args:
             min_tokens: number of tokens that must come before a stop token.
-            allowed: the only allowed tokens, None for all.
+            stop_tokens: ids of the tokens that end the text.
+            allowed: the only allowed tokens; None for all.
             forbidden: sequences of tokens that the text must not contain.
         """
         self.left, self.stop_tokens = min_tokens, frozenset(stop_tokens)
@@ -103,9 +104,10 @@ class TokenFilter:
 class Chooser:
     """The choice of the tokens of one request: `pick` returns the next token, `accept` appends it.
 
-    `recent`: the last REPEAT_WINDOW tokens of prompt and answer, for the repeat penalty. `counts`:
-    how often each token was generated, for the frequency and presence penalties. Greedy decoding
-    without penalties needs neither, and does not update them.
+    `recent`: the last REPEAT_WINDOW tokens of prompt and answer, for the repeat penalty.
+    `counts`: how often each token was generated, for the frequency and presence penalties.
+
+    Greedy decoding without penalties does not use or update these two.
     """
 
     def __init__(self, sampler: Sampler, constraint: Constraint | None = None, recent: Sequence[int] = ()):
@@ -165,7 +167,10 @@ class Chooser:
             self.sampler.used()
 
     def lookahead(self) -> Chooser:
-        """Return an independent copy, which chooses the same tokens for the same logits."""
+        """Return an independent copy, which chooses the same tokens for the same logits.
+
+        With the copy, a draft model can propose tokens without changing this object.
+        """
         other = copy(self)
         other.sampler = self.sampler.copy()
         other.constraint, other.counts = self.constraint and self.constraint.copy(), self.counts.copy()
