@@ -83,7 +83,7 @@ def error_message(error: Exception) -> str | None:
 
 
 def install_command(module: str | None) -> str | None:
-    """Return the command that installs a module; None if it is not in an extra of castiron."""
+    """Return the command that installs a module; None if no optional extra of castiron has it."""
     names = {module, (module or "").partition(".")[0]}
     extra = next((extra for extra, modules in EXTRAS.items() if not names.isdisjoint(modules.split())), None)
     if extra is None:
@@ -95,7 +95,7 @@ def install_command(module: str | None) -> str | None:
 
 
 def requirements(extra: str) -> list[str]:
-    """Return the packages that an extra of castiron requires, from castiron's package metadata."""
+    """Return the packages that an optional extra of castiron requires, from its metadata."""
     import importlib.metadata
 
     marker = f'extra == "{extra}"'
@@ -115,7 +115,10 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def check_names(given: Iterable[str], known: Collection[str]) -> None:
-    """Raise TypeError for a keyword argument that is not in `known`, and suggest a similar name."""
+    """Raise TypeError if a name in `given` is not in `known`, and suggest a similar known name.
+
+    given: names of keyword arguments.
+    """
     for name in given:
         if name not in known:
             raise TypeError(f"unknown option: {name}{did_you_mean(name, known)}")

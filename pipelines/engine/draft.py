@@ -1,9 +1,9 @@
-"""Proposals of the next tokens: from earlier text, and from a draft model.
+"""Propose the next tokens for speculative decoding, from earlier text or with a draft model.
 
-A draft model is a smaller model with the same vocabulary as the target model. Both sample with the
-same random numbers. A proposal is right if both models choose the same token, so the text is the
-same as without a draft (drafter-invariant speculative decoding: Daliri, Musco and Suresh, arXiv
-2408.07978).
+A draft model is a smaller, faster model with the same vocabulary as the target model, which
+generates the text. Both sample with the same random numbers. A token that the draft model proposes
+is accepted only if the target model chooses the same token. So the text is the same as without a
+draft (drafter-invariant speculative decoding: Daliri, Musco and Suresh, arXiv 2408.07978).
 """
 
 from __future__ import annotations
@@ -39,10 +39,13 @@ ALL_KINDS = -1
 
 
 class Ngrams:
-    """A predictor that finds the text's last tokens earlier in the text and proposes what followed.
+    """A predictor of the next tokens, which looks for the text's last tokens earlier in the text.
 
-    Source: prompt lookup (Saxena 2023). `tokens`: the text. `length`: number of last tokens that
-    also occur earlier, 0 without a match. `end`: index in `tokens` after the earlier occurrence.
+    It proposes the tokens that followed them there (prompt lookup, Saxena 2023).
+
+    tokens: the text so far, as token ids.
+    length: how many of the last tokens also occur earlier; 0 without a match.
+    end: index in `tokens` of the first token after the earlier occurrence.
     """
 
     def __init__(self, tokens: Sequence[int] = ()):
@@ -93,12 +96,13 @@ class Ngrams:
 
 
 class HitRates:
-    """The acceptance rates of proposals: for each kind of proposal, the fraction that was right.
+    """Acceptance rates: for each kind of proposed token, the fraction that was right.
 
-    A kind is an index, such as a class of confidence. The rates are weighted means, in which later
-    proposals count more. `prior`: initial rate of each kind, which counts as much as `CASES`
-    proposals. `decay`: a factor below 1, by which each new proposal multiplies the weights of
-    earlier proposals.
+    The caller divides proposals into kinds, for example by confidence, and gives each an index.
+    A rate is a weighted mean over past proposals; recent proposals have more weight.
+
+    prior: initial rate of each kind, which has the weight of `CASES` proposals.
+    decay: a factor below 1; each new proposal multiplies the weights of earlier ones by it.
     """
 
     CASES = 4.0
@@ -111,17 +115,20 @@ class HitRates:
         return self._hits[kind] / self._cases[kind]
 
     def learn(self, kind: int, right: bool) -> None:
-        """Update the acceptance rate of `kind` with a new proposal, which was right or wrong."""
+        """Update the acceptance rate of one kind of proposal with a new proposal.
+
+        kind: index of the kind, see the class. right: whether the proposed token was accepted.
+        """
         self._hits[kind] = self._hits[kind] * self._decay + right
         self._cases[kind] = self._cases[kind] * self._decay + 1
 
 
 def expected_tokens(rates: Iterable[float]) -> float:
-    """Return the expected number of tokens that one pass with proposals generates.
+    """Return the expected number of tokens that a model call with proposed tokens generates.
 
-    A pass is one call of the model, which checks the proposals in order. It generates a token for
-    each proposal before the first wrong one, and one token more. `rates`: probability that a
-    proposal is right, for each proposal in order.
+    The call generates a token for each proposal before the first wrong one, and one token more.
+
+    rates: for each proposal in order, the probability that it is right.
     """
     expected = probability = 1.0
     for rate in rates:
@@ -131,10 +138,10 @@ def expected_tokens(rates: Iterable[float]) -> float:
 
 
 class CallCosts:
-    """The seconds that a call of the model takes, by its width (number of tokens that it reads).
+    """Seconds that a call of the model takes, by the call's width (number of tokens that it reads).
 
-    The value of a width is the median of the last calls of this width. For a width without calls,
-    the value is estimated from the next smaller width that was timed.
+    The time for a width is the median of the last calls of this width. For a width without calls,
+    it is estimated from the next smaller width that was timed.
     """
 
     GROWTH = 0.6  # low, because a width with a high estimate would never be tried
@@ -162,7 +169,8 @@ class CallCosts:
 class Guess:
     """A token that the draft model proposes.
 
-    `confidence`: its probability in the draft model; None for a token that a constraint forces.
+    confidence: the token's probability in the draft model; None if a constraint, such as a grammar,
+        allows only this token.
     """
 
     token: int
@@ -176,15 +184,19 @@ class Guess:
 class Draft:
     """A draft model, which reads the end of a text and proposes the next tokens.
 
-    `self.costs`: times of calls of the target model. `self.saved`: seconds by which proposals made
-    earlier texts faster. These values and the acceptance rates are kept from text to text.
+    One object serves many texts. From text to text, it keeps the acceptance rates of its proposals
+    and these attributes:
+
+    costs: seconds that a call of the target model takes.
+    saved: seconds of decoding that proposals have saved so far; negative if they lost time.
     """
 
     def __init__(self, session: Session, vocab: int, clock: Callable[[], float] = time.perf_counter):
         """Prepare the draft model and measure its speed.
 
-        `session`: session of the draft model, which nothing else may use. `vocab`: vocabulary size
-        of the target model. `clock`: returns seconds.
+        session: a session of the draft model; nothing else may use it.
+        vocab: vocabulary size of the target model.
+        clock: returns the time in seconds.
         """
         self.session, self.vocab, self.clock = session, vocab, clock
         self._rates, self.costs, self.saved = HitRates(ACCEPTED, 0.95), CallCosts(), 0.0
@@ -216,27 +228,30 @@ class Draft:
         return statistics.median(self._step_seconds)
 
     def acceptance(self, guess: Guess | None) -> float:
-        """Return the acceptance rate of earlier guesses that are as confident as `guess`.
+        """Return the acceptance rate of earlier guesses with a confidence similar to `guess`.
 
-        If `guess` is None, returns the rate of all guesses. A token that a constraint forces has
-        the rate 1.
+        If `guess` is None, returns the rate of all guesses. If `guess.confidence` is None, the
+        token is the only one that a constraint allows, and the rate is 1.
         """
         if guess is None:
             return self._rates[ALL_KINDS]
         return 1.0 if guess.confidence is None else self._rates[guess.kind]
 
     def learn(self, guess: Guess, right: bool) -> None:
-        """Update the acceptance rates with a guess that was right or wrong."""
+        """Update the acceptance rates.
+
+        guess: a guess that was checked. right: whether the target model chose the same token.
+        """
         if guess.confidence is not None:
             for kind in (guess.kind, ALL_KINDS):
                 self._rates.learn(kind, right)
 
     def plan(self, text: list[int], seconds: float) -> tuple[int, float] | None:
-        """Decide how much of `text` the draft model reads, in at most `seconds`.
+        """Choose the first token of `text` that the draft model reads, given a limit of `seconds`.
 
-        Returns (index of the first token to read, seconds that reading takes), or None if reading
-        takes longer than `seconds`. Tokens that the draft model has already read take no time. Only
-        the last `WINDOW` tokens of a long text are read, unless reading more takes at most
+        Returns (index of this token, estimated seconds), or None if reading takes longer than
+        `seconds`. Tokens that the draft model has already read are skipped and take no time. Of a
+        long text, only the last `WINDOW` tokens are read, unless reading more takes at most
         `seconds` / 4.
         """
         affordable, length = int(min(seconds / self._read_seconds, 1e9)), len(text)
@@ -253,12 +268,13 @@ class Draft:
         return (length - count, count * self._read_seconds) if count <= affordable else None
 
     def propose(self, text: list[int], start: int, chooser: Chooser, go_on: Callable[[list[Guess]], bool]) -> list[Guess]:
-        """Return the draft model's guesses of the tokens after `text`.
+        """Return the draft model's guesses of the next tokens; [] if it cannot read `text`.
 
-        The model first reads the part of `text` from index `start` on, except tokens that it has
-        already read. There are no guesses if one of these tokens is outside its vocabulary.
-        `chooser`: chooses the guesses; it is a copy of the request's chooser (`Chooser.lookahead`).
-        `go_on`: called with the guesses so far; returns whether to make another.
+        text: token ids. The model cannot read ids that are not in its vocabulary.
+        start: index of the first token to read. Tokens that the model has already read are skipped.
+        chooser: chooses each guess from the logits. It is a copy of the request's chooser
+            (`Chooser.lookahead`), so that guesses do not change the request.
+        go_on: called with the guesses so far; returns whether to make another guess.
         """
         if max(text[start:][self._agreed if start == self._start else 0 :], default=0) >= self.session.vocab:
             return []
@@ -307,10 +323,10 @@ class Draft:
         return argmax
 
     def _agree(self, text: list[int]) -> int:
-        """Return how many tokens of `text` the draft model has already read, from `self._start` on.
+        """Return how many tokens at the start of `text[self._start:]` the model has already read.
 
-        `self._start` is the index at which it began. The last token of `text` does not count: it is
-        read again, because its logits are needed.
+        The last token of `text` is never counted: the model reads it again, because its logits are
+        needed.
         """
         if text is not self._text:
             self._text, self._agreed = text, 0

@@ -23,7 +23,7 @@ from castiron.vmfb.state_file import StateError, identity, read_head, read_rows,
 
 
 class SingleSlot:
-    """A batch with one slot: it gives a single session the interface of `Batch`."""
+    """An adapter that gives a session, which runs one sequence, the interface of `Batch`."""
 
     size = 1
 
@@ -31,7 +31,10 @@ class SingleSlot:
         self.slots = [session]
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
-        """Run a decode step; return {slot: most probable token}, or token -1 if logits are NaN."""
+        """Run a decode step; return {0: most probable next token}, where -1 means NaN logits.
+
+        tokens: {0: token to read}. The key is the index of the only sequence.
+        """
         try:
             return {0: self.slots[0].step(tokens[0])}
         except NanLogitsError:
@@ -39,15 +42,15 @@ class SingleSlot:
 
 
 class Engine:
-    """An engine that runs requests on a model, one in each slot (the KV cache of one sequence).
+    """An engine that runs several requests on a model at the same time.
 
         engine = Engine("build/model")
         for request, event in engine.submit(Request(prompt, engine.context, max_tokens=64)):
             ...
 
-    The engine has no thread of its own. A thread that waits for events runs the scheduler, in
-    turns, each of which advances all requests. If another thread is running a turn, the waiting
-    thread waits until this turn ends.
+    Each running request has a slot, which is the KV cache of one sequence. The engine has no thread
+    of its own: a thread that waits for events runs the model for all requests. If another thread is
+    already doing this, the waiting thread waits for it.
     """
 
     def __init__(
@@ -65,10 +68,12 @@ class Engine:
         """Open the bundle `model`, or use a session or batch that is already open.
 
         Args:
-            model: a bundle or its path, or a `Session` or `Batch` that nothing else uses.
+            model: a bundle (compiled model) or its path, or a `Session` or `Batch` that nothing
+                else uses.
             threads: CPU threads, by default one per physical core.
-            single: whether to have only one slot, even if the bundle has batch functions.
-            store: store on disk for the states of prefixes.
+            single: whether to run one request at a time, even if the bundle can decode a batch.
+            observer: its methods are called when requests start, generate tokens and end.
+            store: cache on disk for the KV caches of prompt prefixes.
             draft: draft model for speculative decoding.
             ngrams: whether to speculate that the text repeats earlier text (prompt lookup).
             fill_slots: whether to maximise throughput; by default, the time between two tokens of a
@@ -97,7 +102,11 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler; PipelineError if the engine is closed or the process was forked."""
+        """The scheduler, which runs the requests.
+
+        Raises PipelineError if the engine is closed, or if this process is a fork of the one that
+        opened the engine.
+        """
         if self._scheduler is None:
             raise PipelineError("this model is closed; load it again")
         if os.getpid() != self._process:
@@ -121,7 +130,8 @@ class Engine:
     def read(self, stream: EventStream) -> Events:
         """Return the next events of a stream; [] if all its requests have ended.
 
-        The calling thread runs turns of the scheduler, or waits for the thread that is running one.
+        Until there are events, the calling thread runs the scheduler, or waits while another thread
+        runs it.
         """
         with self._turn_ended:
             while not stream.events and (stream.live or self.cancelled):
@@ -133,10 +143,10 @@ class Engine:
         return found
 
     def _turn(self, scheduler: Scheduler) -> None:
-        """Run one turn of the scheduler, and pass the events of requests to their streams.
+        """Run one turn of the scheduler, and add the new events to the streams of their requests.
 
-        The caller holds the lock `self._turn_ended`. It is released while the turn runs, so that
-        other threads can wait for the end of the turn.
+        The caller holds the lock `self._turn_ended`. This method releases the lock while the turn
+        runs, so that other threads can wait for the turn's end, and then acquires it again.
         """
         self._in_turn = True
         self._turn_ended.release()
@@ -166,7 +176,7 @@ class Engine:
 
     @contextmanager
     def exclusive(self) -> Iterator[Scheduler]:
-        """Yield the scheduler, which no other thread runs during the `with` block."""
+        """Yield the scheduler; no other thread runs it until the `with` block ends."""
         with self._turn_ended:
             while self._in_turn:
                 self._turn_ended.wait()
@@ -181,12 +191,15 @@ class Engine:
 
     @property
     def position(self) -> int:
-        """The number of tokens in the states (KV cache) of the slot that was used last."""
+        """The number of tokens in the KV cache of the slot (sequence) that was used last."""
         with self.exclusive() as scheduler:
             return scheduler.batch.slots[scheduler.cache.latest()].position
 
     def save_state(self, path: Path) -> None:
-        """Save the last used slot's tokens and states; remove the file if the slot is empty."""
+        """Write the tokens and KV cache of the last used slot (sequence) to the file `path`.
+
+        If the slot has no tokens, the file is removed.
+        """
         with self.exclusive() as scheduler:
             slot = scheduler.cache.latest()
             session = scheduler.batch.slots[slot]
@@ -197,7 +210,7 @@ class Engine:
                 path.unlink(missing_ok=True)
 
     def load_state(self, path: Path) -> None:
-        """Read a file that `save_state` wrote, and put its states into the prefix cache.
+        """Read a file that `save_state` wrote, and put its KV cache into the prefix cache.
 
         Raises StateError if the file belongs to another bundle.
         """
@@ -208,9 +221,10 @@ class Engine:
             scheduler.cache.load(read_rows(state, scheduler.batch.slots[0].rows(len(state.tokens))), state.tokens)
 
     def close(self) -> None:
-        """Close the engine after the scheduler's current turn; running requests get an error.
+        """Close the engine; later reads of events raise PipelineError, also for running requests.
 
-        Waits until the prefix store has written its last state.
+        Waits until the scheduler has ended its current turn, and until all files of the prefix
+        store are written.
         """
         with self._turn_ended:
             scheduler, self._scheduler = self._scheduler, None
@@ -224,7 +238,8 @@ class Engine:
 class EventStream:
     """An iterator over the (request, event) pairs of the requests submitted to this stream.
 
-    It ends when these requests have ended. A thread that waits for the next pair runs the engine.
+    It ends when these requests have ended. While a thread waits for the next pair, it runs the
+    engine, which has no thread of its own.
     """
 
     def __init__(self, engine: Engine):
@@ -244,7 +259,7 @@ class EventStream:
         self.engine.submitted.append(request)
 
     def cancel(self, request: Request) -> None:
-        """Cancel a request, which then has no more events; any thread may call this."""
+        """Cancel a request: no further events of it are added. Any thread may call this."""
         if request in self.live:
             self._forget(request)
             self.engine.cancelled.append(request)

@@ -45,9 +45,9 @@ def needed(manifest: Manifest, slots: int = 1) -> Needed:
 
 
 def state_bytes(states: Iterable[State], context: int, max_context: int) -> int:
-    """Return the bytes that a sequence of `context` tokens uses in its states (KV cache).
+    """Return the bytes of the KV cache and other states for a sequence of `context` tokens.
 
-    `states`: the states of one sequence, with space for `max_context` tokens.
+    states: descriptions of these states, with the sizes that they have for `max_context` tokens.
     """
     used = {"positional": context / max_context}
     return sum(int(state.nbytes * used.get(state.kind, 1)) for state in states)
@@ -59,12 +59,12 @@ def slots_of(manifest: Manifest) -> int:
 
 
 def mapped_weights(*manifests: Manifest) -> int:
-    """Return the bytes of weights in main memory; weights of GPU bundles do not count."""
+    """Return the total bytes of these bundles' weights in main memory; GPU bundles do not count."""
     return sum(manifest.files[WEIGHTS].size for manifest in manifests if not manifest.target.driver)
 
 
 def warn_of_shortage(weights: int) -> None:
-    """Print a warning if `weights`, in bytes, exceed the machine's memory."""
+    """Print a warning if weights of `weights` bytes do not fit in the machine's memory."""
     available = total_bytes()
     if weights > available:
         print_message(

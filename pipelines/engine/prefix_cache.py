@@ -1,4 +1,4 @@
-"""The prefix cache, which finds the slot whose states (KV cache) have a prompt's longest prefix."""
+"""The prefix cache: it finds the slot whose KV cache already has the longest prefix of a prompt."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from castiron.vmfb.session import Session, move_to
 
 @dataclass(frozen=True)
 class Paused:
-    """A copy of the states (KV cache) of a preempted request, which continues from it later.
+    """A copy of the KV cache of a preempted request, with which the request continues later.
 
-    `rows`: an array for each state. `position`: number of tokens in the states. `chunked_tokens`:
-    how many of them, from the start of the text, were read in full calls of the widest prefill
-    function. `prefilling`: whether a part of the prompt has not been read yet.
+    rows: the KV cache, and recurrent states if the model has them; one array for each.
+    position: number of tokens that the model had read.
+    chunked_tokens: how many of them, counted from the start of the text, it read in prefill calls
+        of the maximum size. Only the states after such calls can be stored on disk.
+    prefilling: whether a part of the prompt has not been read yet.
     """
 
     rows: list[np.ndarray]
@@ -42,25 +44,28 @@ REWRITTEN = 16
 
 
 class PrefixCache:
-    """The prefix cache, which reuses the states (KV caches) of the slots for later prompts.
+    """A prefix cache: prompts reuse the KV caches that earlier requests left in the slots.
 
-    A slot has the states of one sequence, also after the request that computed them has ended. A
-    prompt that continues the text in a slot uses this slot. A prompt that shares only a prefix of
-    the text gets a copy of the states in another slot. If `store`, on disk, has a longer prefix of
-    the prompt than every slot, and this saves at least one prefill call, the states are read from
-    disk.
+    A slot has the states of one sequence: its KV cache, and recurrent states if the model has them.
+    They stay in the slot after the request has ended. A prompt that continues the text in a slot
+    uses this slot. A prompt that shares only a prefix of the text gets a copy of the states in
+    another slot. If `store`, a cache on disk, has a longer prefix of the prompt than every slot,
+    and this saves at least one prefill call, the states are read from disk.
 
-    `self.sessions`: the session of each slot. `self.tokens`: the text in each slot, as token ids,
-    i32 [slots, context]; only the first `sessions[slot].position` ids are valid. `self.scores`: for
-    each slot, the log-probabilities of the text's tokens except the first. Only requests with
-    prompt_logprobs compute scores, and they reuse only a prefix that has scores.
+    sessions: the session of each slot.
+    tokens: the text in each slot, as token ids, i32 [slots, context]; only the first
+        `sessions[slot].position` ids are valid.
+    scores: for each slot, the log-probabilities of the text's tokens except the first. Only
+        requests with prompt_logprobs compute them, and such requests reuse only a prefix that has
+        them.
     """
 
     def __init__(self, sessions: Sequence, store: PrefixStore | None = None, score_width: int = 1):
         """Create an empty cache for slots with the given sessions.
 
-        store: a further cache, on disk. score_width: number of tokens that a model call reads when
-        a request needs the log-probabilities of its prompt.
+        store: a second cache, on disk.
+        score_width: number of tokens that a model call reads if a request needs the
+            log-probabilities of its prompt.
         """
         self.sessions, self.store, self.score_width = sessions, store, score_width
         self.tokens = np.zeros((len(sessions), sessions[0].context), np.int32)
@@ -70,10 +75,10 @@ class PrefixCache:
         self._clock = 0
 
     def cached_in(self, prompt: np.ndarray, slot: int, top: int | None = None) -> int:
-        """Return how many of the first tokens of `prompt`, i32 [n], can be reused from a slot.
+        """Return how many tokens of `prompt`, i32 [n], can be reused from a slot's KV cache.
 
-        `top`: the option prompt_logprobs of the request, or None. If it is a number, a token can be
-        reused only if its log-probability and those of the `top` most probable tokens are cached.
+        top: the request's option prompt_logprobs, or None. If it is a number, a token can be reused
+            only if its log-probability and those of the `top` most probable tokens are cached too.
         """
         session, scores = self.sessions[slot], self.scores[slot]
         found = common_prefix(self.tokens[slot, : session.position], prompt)
@@ -85,21 +90,27 @@ class PrefixCache:
     def scored_positions(self, cached: int) -> int:
         """Return how many of a slot's `cached` tokens a request with prompt_logprobs can reuse.
 
-        Such a request reads its prompt in calls of `self.score_width` tokens, and reuses only the
-        tokens of complete calls. The call with the last cached token is repeated, because the
-        logits after this token are not cached.
+        Such a request reads its prompt in calls of `self.score_width` tokens, and reuses only
+        complete calls. It repeats the call with the last cached token, because the logits after
+        this token are not cached.
         """
         return max(0, cached - 1) // self.score_width * self.score_width
 
     def longest(self, prompt: np.ndarray, top: int | None = None) -> int:
-        """Return the length of the longest prefix of `prompt` in a slot or in the store on disk.
+        """Return the length of the longest prefix of `prompt` that is in a slot or on disk.
 
-        `top`: the option prompt_logprobs of the request, or None.
+        top: the request's option prompt_logprobs, or None. If it is a number, a token counts only
+            if its log-probability is cached too.
         """
         return max(*self._cached(prompt, top), self._on_disk(prompt, top))
 
     def fetching(self, prompt: np.ndarray, top: int | None = None) -> bool:
-        """Return whether the longest cached prefix of `prompt` is still being read from disk."""
+        """Return whether the longest cached prefix of `prompt` is still being read from disk.
+
+        The first call for a prefix starts to read it in another thread.
+
+        top: the request's option prompt_logprobs, or None.
+        """
         longer = self.store and self._on_disk(prompt, top) >= max(self._cached(prompt, top)) + self.store.width
         return bool(longer and self.store.fetching(self.sessions[0], prompt))
 
@@ -109,16 +120,20 @@ class PrefixCache:
     def _on_disk(self, prompt: np.ndarray, top: int | None) -> int:
         """Return how many of the first tokens of `prompt` are in the store on disk.
 
-        `top`: the option prompt_logprobs of the request, or None. If it is a number, the result is
-        0, because the store has no log-probabilities.
+        top: the request's option prompt_logprobs, or None. If it is a number, the result is 0,
+            because the store has no log-probabilities.
         """
         return self.store.lookup(self.sessions[0], prompt) if self.store and top is None else 0
 
     def take(self, prompt: np.ndarray, free: Collection[int], top: int | None = None) -> tuple[int, int]:
-        """Prepare a slot for `prompt`; return (slot, number of the prompt's tokens in its states).
+        """Prepare a slot for `prompt`; return (slot, number of prompt tokens that it already has).
 
-        `free`: the slots to choose from. If another slot or the store on disk has a longer prefix
-        of the prompt than the chosen slot, its states are copied to the chosen slot.
+        If another slot or the store on disk has a longer prefix of the prompt than the chosen slot,
+        the KV cache of this prefix is copied to the chosen slot.
+
+        free: the slots to choose from.
+        top: the request's option prompt_logprobs, or None. If it is a number, a token can be reused
+            only if its log-probability is cached too.
         """
         cached = self._cached(prompt, top)
         best = max(cached)
@@ -145,8 +160,9 @@ class PrefixCache:
     def _storable(self, source: Session, prompt: np.ndarray, cached: int) -> int:
         """Return how many of the `cached` tokens of `prompt` to reuse from the session `source`.
 
-        If a longer prefix of `prompt` will be stored on disk, only full prefill chunks are reused,
-        because the store accepts only states that were computed in full chunks.
+        The store on disk accepts a KV cache only if it was computed in prefill calls of the maximum
+        size. So if a longer prefix of `prompt` will be stored, only the tokens of complete calls of
+        this size are reused, and the result may be less than `cached`.
         """
         start = min(source.chunked_tokens, cached // self.store.width * self.store.width)
         is_near = cached - start < self.store.width and source.reachable(start) == start
@@ -160,21 +176,25 @@ class PrefixCache:
         return max(range(len(self.sessions)), key=lambda s: self.used[s])
 
     def appended(self, slot: int, tokens: Sequence[int] | np.ndarray) -> None:
-        """Record that the slot's session has just read `tokens`."""
+        """Record that the session of a slot has just read `tokens`."""
         end = self.sessions[slot].position
         self.tokens[slot, end - len(tokens) : end] = tokens
 
     def resume(self, paused: Paused, tokens: Sequence[int], free: Collection[int]) -> int:
-        """Restore a preempted request's states to one of the `free` slots; return this slot."""
+        """Copy a preempted request's KV cache to one of the `free` slots; return this slot.
+
+        tokens: the request's prompt and answer so far.
+        """
         slot = self._unused_longest(free)
         paused.resume(self.sessions[slot])
         self._replace(slot, tokens[: paused.position])
         return slot
 
     def load(self, rows: Sequence[np.ndarray], tokens: np.ndarray) -> None:
-        """Load states into the least recently used slot; call this only while no request runs.
+        """Load a KV cache into the least recently used slot; call this only while no request runs.
 
-        rows: an array for each state. tokens: those in the states, i32 [n].
+        rows: the KV cache, and recurrent states if the model has them; one array for each.
+        tokens: the tokens that were read to compute it, i32 [n].
         """
         slot = self._unused_longest(range(len(self.sessions)))
         self.sessions[slot].take(rows, len(tokens))

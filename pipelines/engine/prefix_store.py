@@ -34,23 +34,25 @@ LISTED_SECONDS = 1.0
 
 
 class PrefixStore:
-    """A store on disk for the states of one bundle's long prefixes; processes may share it.
+    """A store on disk for the KV caches of a bundle's long prefixes; processes may share it.
 
         store = PrefixStore(directory, bundle.manifest)
         known = store.take(session, prompt)  # loads the longest stored prefix
-        # After each chunk, `offer` stores the states if they are likely to be needed again.
+        # After each chunk, `offer` stores the state if it is likely to be needed again.
         session.prefill(prompt[known:], progress=lambda *_: store.offer(session, prompt))
 
-    A state is the KV cache, and any recurrent states, after a prefix of a text. A chunk is the
-    tokens of one full call of the widest prefill function. A stored state ends after a complete
-    chunk. So a run that continues from it makes the same calls as a run from the start, and
-    computes logits with the same bits.
+    A state is the KV cache after a prefix of a text, with recurrent states if the model has them. A
+    session reads a prompt in chunks, one for each prefill call. A full chunk is as long as the
+    bundle's largest prefill call. A stored state ends after a full chunk. So a session that
+    continues from it reads the same chunks as without the store, and computes the same logits to
+    the last bit.
 
-    A state is stored only if it has at least `MIN_CHUNKS` chunks and `min_tokens` tokens, and if it
-    is at least twice as long as the text's longest stored prefix. The state of a recurrent model
-    cannot be cut to its first tokens, so another state is stored where two prompts begin to differ.
-    If the states in `directory` exceed `max_bytes`, the least recently used ones are removed.
-    Failures to read or write a state are printed on stderr.
+    A state is stored only if it has at least `MIN_CHUNKS` full chunks and `min_tokens` tokens, and
+    if it is at least twice as long as the text's longest stored prefix. There is one exception to
+    the last condition: the state of a recurrent model cannot be cut to a shorter prefix, so the
+    state of the prefix that a prompt shares with a stored text is stored too. If the states in
+    `directory` exceed `max_bytes`, the least recently used ones are removed. Failures to read or
+    write a state are printed on stderr.
     """
 
     def __init__(self, directory: Path | str, manifest: Manifest, max_bytes: int = MAX_BYTES, min_tokens: int = 0):
@@ -73,11 +75,17 @@ class PrefixStore:
         self._writable = True
 
     def lookup(self, session: Session, prompt: np.ndarray) -> int:
-        """Return how many tokens of `prompt`, i32 [n], are in the longest stored prefix."""
+        """Return the length in tokens of the longest stored prefix of `prompt`, i32 [n], or 0.
+
+        session: any session of the bundle.
+        """
         return self._longest(session, prompt)[0]
 
     def take(self, session: Session, prompt: np.ndarray) -> int:
-        """Load the longest stored prefix of `prompt` into `session`; return its length, or 0."""
+        """Load the KV cache of the longest stored prefix of `prompt` into `session`.
+
+        Returns the number of tokens of this prefix, or 0 if there is none.
+        """
         while True:
             position, state = self._longest(session, prompt)
             if state is None:
@@ -96,7 +104,8 @@ class PrefixStore:
     def fetching(self, session: Session, prompt: np.ndarray) -> bool:
         """Return whether the longest stored prefix of `prompt` is still being read from disk.
 
-        The first call for a prefix starts to read it in another thread.
+        The first call for a prefix starts to read it in another thread. session: any session of the
+        bundle.
         """
         _, state = self._longest(session, prompt)
         if state is None:
@@ -109,9 +118,11 @@ class PrefixStore:
         return not self._fetched[name].done()
 
     def offer(self, session: Session, prompt: np.ndarray) -> None:
-        """Store the state of `session`, in another thread, if later prompts are likely to need it.
+        """Store the KV cache of `session` if later prompts are likely to need it.
 
-        The caller calls this after each chunk of `prompt`, i32 [n].
+        Call this after each prefill call. Another thread writes the file.
+
+        prompt: the complete prompt that the session is reading, i32 [n].
         """
         position = session.position
         if not position or position != session.chunked_tokens or not session.settled or not self._writable:
@@ -123,23 +134,25 @@ class PrefixStore:
             self.save(session, prompt[:position])
 
     def will_store(self, session: Session, prompt: np.ndarray, start: int) -> bool:
-        """Return whether a state will be stored while `session` reads `prompt` from `start` on.
+        """Return whether `offer` will store a KV cache while `session` reads a prompt.
 
-        This assumes that all chunks from `start` on will be full.
+        start: index of the next token of `prompt` to read. The result assumes that the session
+            reads the tokens from there on in prefill calls of the maximum size.
         """
         return self._writable and any(position > start for position in self._positions(session, prompt))
 
     def save(self, session: Session, tokens: np.ndarray) -> Future:
-        """Store the state that `session` had after reading `tokens`; another thread writes it.
+        """Write the KV cache of the first tokens of `session` to disk, in another thread.
 
-        The future's result is the size of the file in bytes, or 0 if it was not written.
+        tokens: these tokens, i32 [n]. The future's result is the size of the file in bytes, or 0 if
+        it was not written.
         """
         rows = [rows.copy() for rows in session.rows(len(tokens))]
         self._writing = self._writer.submit(self._write, np.array(tokens, np.int32), rows)
         return self._writing
 
     def finish(self) -> None:
-        """Wait until the states passed to `save` are written."""
+        """Wait until the KV caches passed to `save` are written."""
         if self._writing:
             self._writing.result()
 
@@ -153,7 +166,7 @@ class PrefixStore:
         return {position for position in wanted if position >= self.min_tokens and position > found}
 
     def _longest(self, session: Session, prompt: np.ndarray) -> tuple[int, StateFile | None]:
-        """Return (length of the longest stored prefix of `prompt`, its state), or (0, None)."""
+        """Return (length of the longest stored prefix of `prompt`, its file), or (0, None)."""
         found: tuple[int, StateFile | None] = 0, None
         for state in self._states():
             position = self._common(state, prompt)

@@ -58,9 +58,10 @@ class Event: ...
 class Token:
     """A generated token.
 
-    `logprob`: natural logarithm of its probability, before penalties, temperature and constraint.
-    `top`: (id, logprob) of the most probable tokens at its position. Both are None if the request
-    has no `top_logprobs`.
+    logprob: natural logarithm of its probability, before penalties, temperature and constraint.
+    top: (id, logprob) of the most probable tokens at its position.
+
+    Both are None if the request has no `top_logprobs`.
     """
 
     id: int
@@ -75,12 +76,13 @@ class Tokens(Event):
 
 @dataclass(frozen=True)
 class Finished(Event):
-    """The event of the end of a request.
+    """The last event of a request.
 
-    `reason`: "stop" after a stop token, a stop string, a repetition loop, or a text that is
-    complete under its constraint; "length" after max_tokens; "context" if the context is full.
-    `repeated`: whether a repetition loop ended the request. `stop_string`: the stop string that
-    ended the request, if any.
+    reason: "stop" after a stop token, a stop string or a repetition loop, or if a constraint, such
+        as a grammar, allows no more text; "length" after max_tokens; "context" if the context is
+        full.
+    repeated: whether a repetition loop ended the request.
+    stop_string: the stop string that ended the request, if any.
     """
 
     reason: str
@@ -104,9 +106,10 @@ class Output(Protocol):
     def add(self, token: Token) -> list[Event]: ...
 
     def finish(self, end: Finished, last: Token | None) -> list[Event]:
-        """Return the last events of the request; the very last is `end` or a changed copy of it.
+        """Return the last events of the request.
 
-        `last`: the stop token, if the events must report it; otherwise None.
+        end: the event that comes last; the method may return a changed copy of it instead.
+        last: the stop token if an event must report it, otherwise None.
         """
         ...
 
@@ -145,7 +148,7 @@ class Request:
         tokens: generated ids, without the stop token.
         scores: log-probabilities of the prompt's tokens from index 1 on, as far as they have been
             computed; empty without `prompt_logprobs`.
-        finish_reason: `reason` of the request's `Finished` event, None before the end.
+        finish_reason: why the request ended, such as "stop" or "length"; None before the end.
         cached: how many tokens of the prompt came from the prefix cache.
     """
 
@@ -166,9 +169,10 @@ class Request:
         priority: int = 0,
         on_prefill: Callable[[int, int], None] | None = None,
     ):
-        """Create a request and check that the prompt and `max_tokens` fit in the context.
+        """Create a request; check that the prompt fits in the context.
 
         Args:
+            prompt: token ids.
             context: max tokens of prompt and answer together.
             max_tokens: max tokens of the answer; None for no limit but the context.
             sampling: sampling options, or a Sampler that continues its sequence of random numbers.
@@ -185,7 +189,7 @@ class Request:
             on_prefill: called with (tokens read, tokens of the prompt) after each prefill call.
 
         Raises:
-            PipelineError: the prompt is empty or fills the context, or max_tokens is below 1.
+            PipelineError: the prompt is empty or longer than the context, or max_tokens is too low.
         """
         scored = prompt_logprobs is not None
         free = free_positions(context, len(prompt))
@@ -224,13 +228,13 @@ class Request:
 
     @property
     def forced(self) -> bool:
-        """Whether only one next token is allowed, so that `advance` needs no logits."""
+        """Whether a constraint allows only one next token, so that `advance` needs no logits."""
         return self.chooser.forced and self.top_logprobs is None and self.finish_reason is None
 
     def unread(self, position: int) -> Sequence[int]:
-        """Return the tokens that the model has not read yet: the rest of the prompt, or of the answer.
+        """Return the tokens that the model has not read: the rest of the prompt, or of the answer.
 
-        position: number of tokens of prompt and answer that the model has read.
+        position: how many tokens the model has read, of the prompt followed by the answer.
         """
         return self.tokens[max(0, position - len(self.prompt)) :] if position >= len(self.prompt) else self.prompt[position:]
 

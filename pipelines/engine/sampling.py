@@ -75,7 +75,11 @@ class Sampling:
 
     @cached_property
     def schedule(self) -> tuple[str, float, int] | None:
-        """The temperature schedule as (shape, last temperature, number of tokens), or None."""
+        """The parsed temperature schedule, or None.
+
+        It is (shape, last temperature, number of tokens); the shape is "constant", "linear" or
+        "cosine".
+        """
         found = re.fullmatch(SCHEDULE, self.temperature_schedule or "")
         return (found[1], float(found[2]), int(found[3])) if found else None
 
@@ -100,12 +104,12 @@ class Sampling:
 
     @property
     def shifts_logits(self) -> bool:
-        """Whether penalties or biases are added to the logits."""
+        """Whether the frequency penalty, presence penalty or logit_bias change the logits."""
         return bool(self.frequency_penalty or self.presence_penalty or self.logit_bias)
 
     @property
     def needs_logits(self) -> bool:
-        """Whether a choice needs all logits, and not only the index of the largest one."""
+        """Whether choosing a token needs all logits, and not only the index of the largest one."""
         return self.is_random or self.repeat_penalty != 1 or self.shifts_logits
 
     @property
@@ -113,7 +117,10 @@ class Sampling:
         return {name: getattr(self, name) for name in (*SAMPLED, "repeat_penalty")}
 
     def __str__(self) -> str:
-        """Return "greedy", or non-default settings: "temperature 0.6, top-k 20"."""
+        """Return the settings that differ from the defaults, such as "temperature 0.6, top-k 20".
+
+        A temperature of 0 is written as "greedy".
+        """
         usual = Sampling().settings
         parts = [] if self.temperature else ["greedy"]
         for name, value in self.settings.items():
@@ -123,14 +130,14 @@ class Sampling:
 
 
 def model_sampling(generation: Mapping[str, Any]) -> Sampling | None:
-    """Return the sampling options of a generation_config.json, or None if it has none.
+    """Return the sampling options in a model's generation_config.json, or None if it has none.
 
     As in `generate` of HF transformers, do_sample false means greedy decoding. Three things differ:
-    temperature, top_k, top_p and min_p have an effect without do_sample; a missing top_k is 0,
-    where HF's is 50; the repetition penalty counts the last REPEAT_WINDOW tokens, where HF's counts
-    all tokens.
+    - temperature, top_k, top_p and min_p have an effect even if do_sample is missing;
+    - a missing top_k is 0 (no limit), where HF's is 50;
+    - the repetition penalty counts the last REPEAT_WINDOW tokens, where HF's counts all tokens.
 
-    Raises PipelineError for a value outside its range.
+    generation: the content of the file. Raises PipelineError for a value outside its range.
     """
     stated: dict[str, Any] = {name: value for name in SAMPLED if (value := _number(generation, name)) is not None}
     samples, penalty = generation.get("do_sample"), _number(generation, "repetition_penalty")
@@ -170,7 +177,7 @@ class Sampler:
         self.number = self.random.random()
 
     def copy(self) -> Sampler:
-        """Return an independent sampler that has the same sequence of random numbers."""
+        """Return an independent sampler that will draw the same random numbers."""
         other = copy(self)
         other.random = deepcopy(self.random)
         return other
@@ -178,7 +185,7 @@ class Sampler:
     def pick(
         self, logits: np.ndarray, history: Sequence[int], counts: Mapping[int, int] = {}, check: bool = False
     ) -> tuple[int, bool]:
-        """Return (the next token, whether it is certain: rounding errors cannot change it).
+        """Choose the next token; return (token, whether it is safe from rounding errors).
 
         The options are applied in this order: OpenAI's penalties and biases, then, as in llama.cpp,
         repeat penalty, top-k, top-p, min-p and temperature. Of tokens with equal logits, the lowest
@@ -188,7 +195,7 @@ class Sampler:
             logits: f32 [vocab].
             history: the tokens of prompt and answer so far.
             counts: how often each token was generated.
-            check: whether the caller reads the second result; if false, it may be wrong.
+            check: whether the caller uses the second result; if false, it may be wrong.
         """
         sampling = self.sampling
         if sampling.shifts_logits:
@@ -212,11 +219,11 @@ class Sampler:
 
 
 def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
-    """Draw an index with probabilities in proportion to `weight`.
+    """Draw an index with probabilities in proportion to `weight`; return (index, is certain).
 
-    number: a random number in [0, 1), which selects the index. Returns (the index, whether it is
-    certain). It is certain if `number` is at least NEAR_DRAWN away from the numbers that select
-    other indices, so that rounding of the weights cannot change it.
+    number: a random number in [0, 1), which selects the index. The index is certain if `number` is
+    at least NEAR_DRAWN away from numbers that select other indices. Then rounding of the weights
+    cannot change it.
     """
     # Running sums over a complete vocabulary are slow, so a block is drawn first, then an index in
     # the block.
@@ -234,10 +241,9 @@ def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
 
 
 def lead(logits: np.ndarray) -> float:
-    """Return by how much the largest of `logits` [n] leads, relative to the largest |logit|.
+    """Return (largest logit - second largest logit) / largest |logit|, for `logits` [n].
 
-    The lead is the difference of the two largest logits. If it is small, rounding errors could
-    change which logit is the largest.
+    If the result is small, rounding errors could change which logit is the largest.
     """
     best = int(logits.argmax())
     largest, smallest = logits[best], logits.min()
@@ -251,7 +257,7 @@ def lead(logits: np.ndarray) -> float:
 def _drawn(sums: np.ndarray, goal: float) -> int:
     """Return the first index at which the running sums `sums` exceed `goal`.
 
-    If no sum does because of rounding, return the last index with a positive weight.
+    If rounding leaves all sums too small, return the last index with a positive weight.
     """
     return int(min(sums.searchsorted(goal, side="right"), sums.searchsorted(sums[-1])))
 
@@ -326,7 +332,10 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.n
 
 
 class Score(NamedTuple):
-    """The log-probability of a token, and those of the most probable tokens at its position."""
+    """The log-probability of a token in a text.
+
+    top: (token id, log-probability) of the most probable tokens at the same position.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -347,9 +356,10 @@ def log_probabilities(logits: np.ndarray, token: int, count: int) -> Score:
 def score_width(widths: Sequence[int], max_width: int) -> int:
     """Return how many tokens a call should read if the logits after every token are needed.
 
-    widths: numbers of tokens that the bundle's verify functions, which return all these logits,
-    read in a call. The result is the largest width up to `max_width`, or else the smallest width.
-    If there are no widths, the result is 1 (a decode step).
+    The bundle's verify functions return the logits after every token that they read.
+
+    widths: numbers of tokens that these functions read in a call. The result is the largest of them
+    up to `max_width`, or else the smallest one. Without widths, it is 1 (a decode step).
     """
     return max((width for width in widths if width <= max_width), default=min(widths, default=1))
 
@@ -357,7 +367,8 @@ def score_width(widths: Sequence[int], max_width: int) -> int:
 def logit_rows(session: Session, tokens: Sequence[int], width: int) -> Iterator[np.ndarray]:
     """Read `tokens` in calls of `width` tokens; yield the logits after each token, f32 [vocab].
 
-    A shorter last call is padded, or replaced by decode steps if the session cannot undo padding.
+    If the last call has fewer tokens, it is padded. If the session cannot undo the padding, decode
+    steps replace this call.
     """
     for start in range(0, len(tokens), width):
         part = tokens[start : start + width]

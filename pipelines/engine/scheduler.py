@@ -1,6 +1,7 @@
 """Continuous batching: requests start and end independently in the slots of a batch.
 
-A turn of the scheduler prefills a chunk of one prompt and decodes a token of each other request.
+A slot is the KV cache of one sequence. In a turn, the scheduler reads the next part of one prompt,
+and decodes one token of each other request.
 """
 
 from __future__ import annotations
@@ -21,10 +22,16 @@ from castiron.vmfb.session import move_to
 
 
 class Observer:
-    """A receiver of the scheduler's events, in the thread that called `Scheduler.turn`."""
+    """The base class of objects that the scheduler notifies of the progress of requests.
+
+    `Scheduler.turn` calls the methods. In this class, they do nothing.
+    """
 
     def started(self, request: Request) -> None:
-        """Called when a request gets a slot; `request.cached` (reused tokens) is already set."""
+        """Called when a request gets a slot for the first time, before its prompt is read.
+
+        `request.cached` is already the number of prompt tokens that come from the prefix cache.
+        """
 
     def stepped(self) -> None:
         """Called after each decode step, which serves all requests that generate tokens."""
@@ -33,7 +40,10 @@ class Observer:
         """Called when a request has lost its slot to a request of higher priority."""
 
     def token(self, request: Request, since: float | None) -> None:
-        """Called for each token; `since`: seconds after the previous token, None for the first."""
+        """Called for each generated token.
+
+        since: seconds since the request's previous token; None for the first token.
+        """
 
     def ended(self, request: Request, reason: str) -> None:
         """Called when a request has ended; `reason`: `Finished.reason`, or "cancelled"."""
@@ -63,19 +73,20 @@ class ModelFailed(PipelineError):
 class Scheduler:
     """A scheduler for continuous batching: it runs requests in the slots of a batch.
 
-    A slot is the KV cache of one sequence. Only one thread at a time may call `turn`. A turn reads
-    one chunk of one prompt, and decodes one token of each other request, so a long prompt delays
-    the others by only one chunk at a time. A turn that copies a prefix from another slot, or reads
-    it from disk, reads no chunk. Tokens that a constraint forces are read in one call, like a
-    chunk.
+    A slot is the KV cache of one sequence. A chunk is the tokens that one prefill call reads. Each
+    call of `turn` reads one chunk of one prompt, and decodes one token of each other request, so a
+    long prompt delays the others by only one chunk at a time. A turn that copies a prefix from
+    another slot, or reads it from disk, reads no chunk. Tokens that a constraint forces are read in
+    one call, like a chunk. Only one thread at a time may call `turn`.
 
     If reading a prompt fails, only its request ends. If a decode step fails, all requests in this
     step end. A preempted request loses its slot and continues later from a copy of its KV cache.
     With `draft` or `ngrams`, a request uses speculative decoding while no other request runs.
 
     Args:
-        batch: a `castiron.vmfb.batch.Batch` or a `SingleSlot`, which nothing else may use.
-        store: store on disk for the states (KV cache) of prefixes.
+        batch: a `castiron.vmfb.batch.Batch` or a `SingleSlot`; nothing else may use it.
+        observer: its methods are called when requests start, generate tokens and end.
+        store: cache on disk for the KV caches of prompt prefixes.
         draft: draft model for speculative decoding.
         ngrams: whether to speculate that the text repeats earlier text (prompt lookup).
         fill_slots: whether a turn reads the prompts of all requests that have a slot or can get
@@ -109,11 +120,11 @@ class Scheduler:
         self.requests.add(request)
 
     def cancel(self, request: Request) -> None:
-        """Cancel a request, which then has no more events; must not be called during a turn."""
+        """Cancel a request, so that it has no more events; must not be called during a turn."""
         self._leave(request, "cancelled")
 
     def turn(self) -> Events:
-        """Run a turn (one chunk of a prompt, then one decode step) and return its events."""
+        """Read a part of a prompt, run a decode step, and return the new (request, event) pairs."""
         events: Events = []
         self._preempt()
         forced = {slot: r for slot, r in self.decoding.items() if r.constraint and len(self._unread(slot, r)) > 1}
@@ -126,8 +137,8 @@ class Scheduler:
     def fail_all(self, error: BaseException) -> Events:
         """End every request with `error`, and return the events that report this.
 
-        The error may have interrupted a turn at any point, so only states that are certain to be
-        valid stay in the prefix cache.
+        The error may have interrupted a turn at any point. So the prefix cache keeps only KV caches
+        that are certain to be valid.
         """
         events: Events = []
         for slot, session in enumerate(self.batch.slots):
@@ -147,10 +158,13 @@ class Scheduler:
         return request.unread(self.batch.slots[slot].position)
 
     def _read(self, forced: dict[int, Request], events: Events) -> bool:
-        """Read the next chunk of a prompt or of forced tokens; return whether any were read.
+        """Let the model read the next part of one prompt, or tokens that a constraint determined.
 
-        `forced`: {slot: request} of requests with unread tokens that a constraint has determined.
-        `events`: list to which new events are appended.
+        Returns False if there was nothing to read.
+
+        forced: {slot: request} of requests with unread tokens that a constraint, such as a grammar,
+            has determined.
+        events: list to which new (request, event) pairs are appended.
         """
         if (chosen := self.requests.next(forced)) is None:
             return False
@@ -276,7 +290,11 @@ class Scheduler:
             self._advance(slot, request, 0, events)
 
     def _advance(self, slot: int, request: Request, argmax: int, events: Events) -> None:
-        """Choose a request's next token, and append the tokens that a constraint then forces."""
+        """Choose a request's next token, and append the tokens that a constraint then forces.
+
+        argmax: the token with the largest logit.
+        events: list to which new (request, event) pairs are appended.
+        """
         forced = True
         while forced:
             before = request.timing.last
@@ -301,7 +319,11 @@ class Scheduler:
             self.observer.ended(request, reason)
 
     def _fail(self, requests: list[Request], error: BaseException, events: Events, clear: bool = True) -> None:
-        """End requests with an error; `clear`: whether to remove their states from the cache."""
+        """End requests with `error`.
+
+        events: list to which new (request, event) pairs are appended.
+        clear: whether to remove the KV caches of these requests from the prefix cache.
+        """
         # A constraint that no token satisfies is not a failure of the model.
         failure = error if isinstance(error, ConstraintError) else ModelFailed(error)
         for request in requests:

@@ -38,20 +38,22 @@ PASSES = 8
 
 
 def match_kind(length: int) -> int:
-    """Return the class of an n-gram match: 0 for a length of 2 or 3 tokens, up to 4 for 32 or more.
+    """Return the class, 0 to 4, of an n-gram match of `length` tokens.
 
-    The acceptance rate of proposals is measured for each class, because long matches are right more
-    often.
+    The classes are 2-3, 4-7, 8-15, 16-31, and 32 or more tokens. Each has its own acceptance rate,
+    because proposals after a longer match are right more often.
     """
     return min(length, MAX_MATCH).bit_length() - 2
 
 
 @dataclass
 class SourceStats:
-    """The counts of proposals from one source: n-grams of the text so far, or the draft model.
+    """Statistics of the proposals from one source: n-grams of the text so far, or the draft model.
 
-    `proposed`: number of proposed tokens. `accepted`: number of right proposals. `lost`: seconds
-    lost compared with decoding the same tokens one by one; negative if time was saved.
+    proposed: number of proposed tokens.
+    accepted: number of them that were right.
+    lost: seconds lost compared with decoding the same tokens one by one; negative if time was
+        saved.
     """
 
     proposed: int = 0
@@ -63,12 +65,15 @@ class SourceStats:
 class Pass:
     """One call of the model in speculative decoding, with its results.
 
-    `tokens`: the tokens that were read, which are the text's last token and proposed tokens.
-    `argmaxes[i]`: the most probable token after `tokens[i]`. `source`: "ngram" or "draft"; None
-    without proposals. `before`: snapshot of the session before the call, None without proposals.
-    `guesses`: proposals of the draft model. `seconds`: duration. `taken`: number of new tokens that
-    were chosen with the logits of this call. `doubtful`: whether rounding could have changed the
-    last of them, so that a decode step computed its logits again.
+    tokens: the tokens that the call reads: the text's last token, then the proposed tokens.
+    argmaxes: for each of `tokens`, the most probable token after it.
+    source: what was to make proposals, "ngram" or "draft"; None for a call without proposals.
+    before: snapshot of the session before the call; None if the call checked no proposals.
+    guesses: proposals of the draft model.
+    seconds: duration.
+    taken: number of new tokens that were chosen with the logits of this call.
+    doubtful: whether rounding errors could have changed the last chosen token, so that its logits
+        were computed again in a decode step.
     """
 
     tokens: list[int]
@@ -82,18 +87,26 @@ class Pass:
 
 
 class Speculator:
-    """The speculative decoding of one request; each pass (model call) chooses one or more tokens.
+    """The speculative decoding of one request; each model call ("pass") chooses one or more tokens.
 
-    `self.stats`: counts of proposals from "ngram" and "draft". `self.passes`: number of passes with
-    proposals. `self.spent`: seconds of all passes. `self.draft_seconds`: seconds that the draft
-    model took in these passes. `self.prompt_seconds`: seconds of the prompt's prefill, which the
-    caller sets.
+    stats: statistics of the proposals from "ngram" (the text so far) and "draft" (the draft model).
+    passes: number of passes with proposals.
+    spent: seconds of all passes.
+    draft_seconds: seconds that the draft model took in these passes.
+    prompt_seconds: seconds of the prompt's prefill, which the caller sets.
     """
 
     def __init__(
         self, session, request: Request, draft: Draft | None = None, clock: Callable[[], float] = time.perf_counter
     ):  # fmt: skip
-        """Prepare speculation; raise PipelineError if the bundle has no verify functions."""
+        """Prepare the speculative decoding of `request` in `session`.
+
+        Raises PipelineError if the bundle has no verify functions, which check several tokens in a
+        call.
+
+        draft: the draft model; None to propose only tokens from the text so far.
+        clock: returns the time in seconds.
+        """
         self.session, self.request, self.draft, self.clock = session, request, draft, clock
         self.widths = session.manifest.widths("verify")
         if not self.widths:
@@ -132,9 +145,9 @@ class Speculator:
         return {"passes": self.passes, "draft_share": round(self.draft_share, 4), "sources": sources}
 
     def run(self, unread: Sequence[int]) -> Iterator[list[Event]]:
-        """Call the model once, which gives one or several tokens; yield the events of each token.
+        """Call the model once, which generates one or more tokens; yield the events of each token.
 
-        unread: the last tokens of the text, which the session has not read.
+        unread: the tokens at the end of the text that the session has not read.
         """
         for token in self.request.tokens[self._noted :]:
             self._note(token)
@@ -156,7 +169,7 @@ class Speculator:
             yield events
 
     def _read(self, token: int) -> Pass:
-        """Call the model with `token`, the text's last one, and with proposals for the next tokens.
+        """Call the model with `token`, the text's last one, followed by proposed tokens.
 
         `_plan` decides whether n-grams or the draft model make the proposals, and how many.
         """
@@ -179,11 +192,13 @@ class Speculator:
         self._until -= 1
 
     def _choose(self, found: Pass, at: int) -> tuple[int, Callable[[], np.ndarray], int]:
-        """Choose the token after `found.tokens[at]`, where `found` is a call of the model.
+        """Choose the next token after `found.tokens[at]`.
 
         Returns (token with the largest logit, function that returns the logits, chosen token).
-        Verify calls and decode steps add numbers in different orders. If that could change the
-        chosen token, a decode step computes the logits again.
+        Calls that check proposals and decode steps add numbers in different orders. If that could
+        change the chosen token, a decode step computes the logits again.
+
+        found: a model call with its results. at: index in `found.tokens`.
         """
         argmax, chooser, session = found.argmaxes[at], self.request.chooser, self.session
         if argmax < 0:
@@ -246,9 +261,10 @@ class Speculator:
         return "ngram" if count else None, count
 
     def _plan_ngrams(self, widest: int, left: int) -> tuple[float, int]:
-        """Return (expected tokens per second, number of proposals) for proposals from the text.
+        """Return (expected tokens per second, best number of proposals) for n-gram proposals.
 
-        widest: max width of a call. left: max tokens that the request may still generate.
+        widest: max tokens that a model call can read. left: max tokens that the request may still
+        generate.
         """
         length, stats = self.ngrams.length, self.stats["ngram"]
         if not length or stats.lost > MAX_LOSS * self.spent:
@@ -263,8 +279,10 @@ class Speculator:
         """Return how many tokens the draft model should propose for the next model call.
 
         Returns 0 if proposals would be slower and it is not yet time to try the draft again.
-        widest: max width of a call. left: max tokens that the request may still generate. other:
-        expected tokens per second of the best alternative.
+
+        widest: max tokens that a model call can read.
+        left: max tokens that the request may still generate.
+        other: expected tokens per second of the best alternative to the draft model.
         """
         assert self.draft
         credit, longest = self._credit(), min(widest, left) - 1
@@ -299,11 +317,11 @@ class Speculator:
         return self.costs.of(self._width(count)) + count * self.draft.step_seconds
 
     def _rate(self, guesses: Sequence[Guess], count: int, more_seconds: float = 0.0) -> float:
-        """Return the expected tokens per second of a model call with `count` draft proposals.
+        """Return the expected tokens per second if a model call checks `count` draft proposals.
 
-        guesses: the proposals made so far; for the missing ones, the draft model's average
-        acceptance rate is assumed. more_seconds: seconds that the draft model needs apart from
-        making proposals.
+        guesses: the proposals made so far. If they are fewer than `count`, the others are assumed
+            to have the draft model's average acceptance rate.
+        more_seconds: seconds that the draft model needs apart from making proposals.
         """
         assert self.draft
         padded = [*guesses[:count], *[None] * (count - len(guesses))]
@@ -312,7 +330,9 @@ class Speculator:
     def _draft_pass(self, token: int, longest: int) -> Pass:
         """Call the model to check up to `longest` proposals of the draft model.
 
-        The draft stops when another proposal would lower the expected tokens per second.
+        The draft model stops when another proposal would lower the expected tokens per second.
+
+        token: the last token of the text.
         """
         assert self.draft
         draft, start, trying = self.draft, self.clock(), self._trying
@@ -334,7 +354,7 @@ class Speculator:
         return found
 
     def _allowed(self, width: int) -> int:
-        """Return how many proposals from the text, at most `width`, the constraint allows."""
+        """Return how many of the next n-gram proposals the constraint allows, at most `width`."""
         if not self.request.constraint:
             return width
         constraint, count = self.request.constraint.copy(), 0

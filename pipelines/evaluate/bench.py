@@ -1,8 +1,7 @@
 """Measure a bundle and other engines ("peers"): speed, time to first token and memory.
 
-For castiron, the result also has fractions of the machine's read bandwidth and peak FLOP/s. They
-come from the FLOP and bytes of each kernel in the bundle's manifest. The parameter `progress` is
-called with (name of a stage, fraction done).
+For castiron, the result also has the fractions of the machine's read bandwidth and peak FLOP/s
+that it reaches. They are computed from the FLOP and bytes of each kernel in the bundle's manifest.
 """
 
 from __future__ import annotations
@@ -29,7 +28,12 @@ from castiron.vmfb.manifest import Manifest
 def bench(
     bundle: Bundle, settings: Settings, against: Sequence[str], checkpoint: str | None, progress: Progress
 ) -> dict[str, Any]:
-    """Measure a bundle, and other engines (`against`) on the bundle's checkpoint."""
+    """Measure a bundle, and run other engines on the same model; return the results as JSON values.
+
+    against: names of the other engines, such as "llama.cpp".
+    checkpoint: the model for these engines; None for the one that the bundle was compiled from.
+    progress: called with (name of a stage, fraction done).
+    """
     if settings.context > bundle.manifest.max_context:
         raise PipelineError(
             f"--prompt, --gen and --depth need {settings.context} positions, but the bundle has "
@@ -63,8 +67,10 @@ def bench(
 def add_peers(engines: dict[str, Engine], against: Sequence[str], source: Path) -> dict[str, str]:
     """Add the engines of the list `against` that can run the model; return why the others cannot.
 
-    engines: engines by name, to which new ones are added. source: path of the model. Returns {name
-    of an engine that was not added: reason}.
+    engines: engines by name, to which new ones are added.
+    source: path of the model's GGUF file or directory.
+
+    Returns {name of an engine that was not added: reason}.
     """
     from castiron.reference.peers import PEERS
 
@@ -96,7 +102,10 @@ def summarise(engine: Engine) -> dict[str, Any]:
 
 
 def ratios(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, float]:
-    """Return castiron's results relative to another engine's; above 1: castiron is better."""
+    """Return how many times better castiron is than another engine, for each measurement.
+
+    ours, peer: results of `summarise`. A ratio below 1 means that the other engine is better.
+    """
     return {
         "decode": round(ours["decode_tok_s"] / peer["decode_tok_s"], 3),
         "prefill": round(ours["prefill_tok_s"] / peer["prefill_tok_s"], 3),
@@ -133,17 +142,24 @@ def table(result: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Workload:
-    """Computes the bytes that a bundle's decode steps read, and the FLOP of its prefills."""
+    """The work of a bundle: bytes that its decode steps read, and FLOP of its prefills."""
 
     manifest: Manifest
 
     def shares(self, settings: Settings, measured: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, float | None]:
-        """Return the fractions of the machine's limits that castiron reaches, by name.
+        """Return which fractions of the machine's limits castiron reaches.
 
-        decode_roofline: bytes of weights and KV cache read per second, divided by the read
-        bandwidth. prefill_peak_share: FLOP per second, divided by the f32 peak; with int8
-        activations, this can be above 1. Both are None for the lowering `portable`, whose
-        manifests have no FLOP and bytes.
+        settings: what was measured.
+        measured: castiron's speeds, a result of `summarise`.
+        limits: {"read_gb_s": bandwidth in GB/s, "peak_gflop_s": f32 peak in GFLOP/s}.
+
+        Returns:
+            decode_roofline: bytes of weights and KV cache read per second, divided by the read
+                bandwidth.
+            prefill_peak_share: FLOP per second, divided by the f32 peak. With int8 activations,
+                this can be above 1.
+
+        Both are None for the lowering `portable`, whose manifests have no FLOP and bytes.
         """
         if not self._kernels() or not all("weights" in kernel for kernel in self._kernels()):
             return {"decode_roofline": None, "prefill_peak_share": None}
@@ -157,8 +173,8 @@ class Workload:
     def decode_bytes(self, depth: int, tokens: int) -> float:
         """Return the bytes of weights and KV cache that a decode step reads on average.
 
-        depth: position of the first step. tokens: number of steps. Only one row of the embedding
-        counts, and only the experts to which a token is routed.
+        depth: position of the first step. tokens: number of steps. Of the embedding, only one row
+        counts. Of the experts, only those to which a token is routed count.
         """
         weights = sum(kernel["calls"] * kernel["weights"] for kernel in self._kernels())
         # Only kernels that read the KV cache have bytes that grow with the position; at position 0 they read one entry.
@@ -173,7 +189,7 @@ class Workload:
     def prefill_flops(self, tokens: int) -> float:
         """Return the FLOP to prefill `tokens` tokens from position 0 and compute the last logits.
 
-        The padding of a chunk does not count.
+        The padding of a shorter last call does not count.
         """
         names = {function.width: function.name for function in self.manifest.functions if function.role == "prefill"}
         names[1] = "decode_step"

@@ -39,7 +39,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 class Settings:
     """What to measure: a prefill of `prompt` tokens, and `gen` decode steps from position `depth`.
 
-    rounds: how often to measure each.
+    threads: CPU threads of each engine. rounds: how often to measure each.
     """
 
     threads: int
@@ -64,10 +64,10 @@ class EngineError(PipelineError):
 
 @dataclass
 class Engine:
-    """An engine with the path of its model and its measurements.
+    """An engine to measure, such as llama.cpp, and its measurements.
 
-    decode, prefill: tokens/s in each round. first: milliseconds to the first token in each round.
-    rss_mb: peak memory in MB.
+    model: path of the model. decode, prefill: tokens/s in each round. first: milliseconds to the
+    first token in each round. rss_mb: peak memory in MB.
     """
 
     name: str
@@ -143,7 +143,10 @@ def serve_engine(pipe: Connection, name: str, model: str, threads: int, context:
 
 
 def time_to_first_token(engine: str, model: str, settings: Settings, tokens: Sequence[int]) -> float:
-    """Return the seconds from the start of a new process to the first token after a prompt."""
+    """Return the seconds from the start of a new process to the first token after a prompt.
+
+    engine: name of the engine. model: path of its model. tokens: the prompt.
+    """
     start = time.perf_counter()
     worker = Worker(engine, model, settings)
     worker.ask("first", tokens)
@@ -158,6 +161,10 @@ def measure(
     """Measure engines in turns, and append the measurements to the lists in `engines`.
 
     An engine that fails is removed from `engines`. If castiron fails, EngineError is raised.
+
+    tokens: token ids of prompts and generated text, at least `settings.context`.
+    machine: measures the machine's limits.
+    progress: called with (name of a stage, fraction done).
 
     Returns ({"read_gb_s": values, "peak_gflop_s": values}, {failed engine: error message}). The
     values are the machine's read bandwidth and peak speed, measured in each round.

@@ -1,7 +1,4 @@
-"""Time a single kernel on random operands, and compare its speed with the machine's limits.
-
-Functions call the callback `progress` with (name of a stage, fraction done).
-"""
+"""Time a single kernel on random operands, and compare its speed with the machine's limits."""
 
 from __future__ import annotations
 
@@ -36,12 +33,15 @@ Progress = Callable[[str, float], None]
 
 
 def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, position: int) -> dict[str, np.ndarray]:
-    """Return random values for the operands of a kernel, by operand name.
+    """Return values for the operands of a kernel, by operand name, to time the kernel with them.
 
-    Operands that are ids of tokens or experts are not random, but 0, 1, 2, and so on.
+    They are random, except ids of tokens or experts, which are 0, 1, 2, and so on, and the position
+    and number of tokens.
 
-    codec: format of the weights. sizes: the numbers in --shape, such as [1536, 576]. tokens: number
-    of tokens of a call. position: KV cache position of the first token.
+    codec: format of the weights.
+    sizes: the numbers in --shape, such as [1536, 576].
+    tokens: number of tokens of a call.
+    position: KV cache position of the first token.
     """
     rng = np.random.default_rng(0)
     full = {"length": tokens, "start": position, "position": position, "counters": 0}
@@ -79,8 +79,8 @@ def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, posi
 class KernelRun:
     """A kernel to time, and the options that it was built with.
 
-    settings: these options, such as shape and codec, as --json prints them. position: KV cache
-    position of the first token of each timed call.
+    settings: the options, such as shape and codec, as --json prints them.
+    position: KV cache position of the first token of each timed call.
     """
 
     kernel: Kernel
@@ -93,9 +93,14 @@ def kernel_run(
 ) -> KernelRun:
     """Build the kernel that the options of `castiron bench --kernel` describe, for this machine.
 
-    kind: a key of KINDS, such as "gemv". shape: for example "1536x576". tokens: tokens of a call,
-    None for the default of the kind. context: size of the KV cache in tokens; the kernel is timed
-    at the last position at which the tokens of a call fit.
+    kind: a key of KINDS, such as "gemv".
+    shape: sizes of the kernel, for example "1536x576".
+    tokens: tokens of a call; None for the default of the kind.
+    codec: format of the weights.
+    numerics: precision of the matmul, as in `castiron compile --numerics`.
+    context: size of the KV cache in tokens. The kernel is timed at the last position at which the
+        tokens of a call fit.
+    cache: element type of the KV cache.
     """
     from castiron.vmfb.targets import resolve
 
@@ -117,6 +122,8 @@ def measure(run: KernelRun, rounds: int, machine: Any, progress: Progress) -> di
     """Time a kernel and measure the machine's limits; return the object that --json prints.
 
     rounds: number of measurements of the kernel and of each limit.
+    machine: the `Machine` that measures the limits.
+    progress: called with (name of a stage, fraction done).
     """
     kernel, settings, position = run.kernel, run.settings, run.position
     threads, codec = settings["threads"], settings["codec"]

@@ -23,6 +23,9 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
 
     castiron's graph runs in the NumPy interpreter. A module is a PyTorch module of the HF model.
 
+    lowering: which graph to run: "portable" has StableHLO operations, "kernels" has castiron's
+        kernels.
+
     Returns:
         The object that `castiron diff --json` prints. equal: whether no difference exceeds
         `tolerance`. modules: for each module, in execution order, the max absolute difference,
@@ -60,9 +63,11 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
 def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence[int]) -> dict:
     """Run a function of the IR `module` in the NumPy interpreter; return the output of each layer.
 
-    The result is {path of a layer or submodule, such as model.layers.3: (number of the operation in
-    execution order, f32 array)}. The array is the result of the last f32 operation with this path.
     tokens: the prompt.
+
+    Returns {path of a layer or submodule, such as model.layers.3: (index, f32 array)}. The array is
+    the result of the last f32 operation with this path. The index is the number of this operation
+    in execution order.
     """
     body = module.functions[function]
     states = [np.zeros(state.shape, DTYPES[state.dtype].numpy) for state in body.states]
@@ -87,11 +92,10 @@ def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence
 
 
 def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
-    """Return the max absolute difference of two activations, relative to the size of `theirs`.
+    """Return max |ours - theirs|, divided by the root mean square of `theirs`.
 
-    The difference is divided by the root mean square of `theirs`. Both arrays are [tokens, ...]. If
-    `ours` has only one token, it is compared with the last token of `theirs`. Returns None if the
-    arrays have different sizes.
+    Both arrays are [tokens, ...]. If `ours` has only one token, it is compared with the last token
+    of `theirs`. Returns None if the arrays have different sizes.
     """
     rows = theirs.reshape(len(theirs), -1) if theirs.ndim > 1 else theirs[None]
     mine = ours.reshape(len(ours), -1)

@@ -58,7 +58,7 @@ _PEAK_OF = {
 
 
 def chains_of(isa: Isa) -> int:
-    """Return the number of independent accumulators with which probes measure peak arithmetic.
+    """Return how many independent accumulators the kernels that measure peak arithmetic have.
 
     They are enough to hide the latency of a multiply-add, and few enough to stay in registers.
     """
@@ -66,7 +66,7 @@ def chains_of(isa: Isa) -> int:
 
 
 def probes_of(isa: Isa) -> dict[str, Kernel]:
-    """Return a probe kernel for each limit of the machine, by the limit's name."""
+    """Return the kernels that measure the machine's limits, by name of the limit."""
     found = {"read_gb_s": _read(isa), "peak_gflop_s": _fma(isa), "peak_bytes_gop_s": _dot(isa)}
     if isa.pairs:
         found["peak_pairs_gflop_s"] = _pairs(isa)
@@ -171,8 +171,9 @@ def _probe(
 ) -> Kernel:
     """Return a kernel from operand `x` to result `y`, to measure one limit of the machine.
 
-    result: shape of y; each workgroup computes one row. flops, nbytes: operations of one call, and
-    bytes that it reads. write: function that emits the kernel's MLIR, called with (body, x, y).
+    result: shape of y; each workgroup computes one row.
+    write: function that emits the kernel's MLIR, called with (body, x, y).
+    flops, nbytes: floating-point operations of one call, and bytes that it reads.
     """
     y = {"y": TensorType(result, F32)}
     return Kernel(f"probe_{name}", {"x": x}, y, result[0], write, dict, flops=flops, nbytes=nbytes)
@@ -181,9 +182,10 @@ def _probe(
 class TimedKernel:
     """A kernel compiled for this machine, with its operands in memory, to be timed.
 
-    results: the arrays of the kernel's results, by name, except those of operands that are updated
-    in place. copies: equal copies of the operands; each is {name: array}. Calls use the copies in
-    turn, so that large operands are read from memory, as in a model, and not from the CPU's cache.
+    results: arrays of the kernel's results, by name. Results that the kernel writes into an operand
+        are not included.
+    copies: equal copies of the operands; each is {name: array}. Calls use the copies in turn. So
+        large operands are read from memory, as in a model, and not from the CPU's cache.
     """
 
     def __init__(self, kernel: Kernel, values: Mapping[str, np.ndarray], threads: int):
@@ -243,7 +245,10 @@ class TimedKernel:
 
 
 class Machine:
-    """The kernels that measure this machine's limits, compiled for a number of threads."""
+    """A benchmark of this machine's limits: memory bandwidth and peak rates of arithmetic.
+
+    threads: number of CPU threads that the measurements use.
+    """
 
     def __init__(self, threads: int):
         from castiron.vmfb.targets import resolve
@@ -296,9 +301,9 @@ def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: M
 
 
 def of_limit(row: Mapping[str, Any]) -> str:
-    """Return, as text, the fraction of its limit that a kernel reaches: "75%", "in cache" or "?".
+    """Return the fraction of its limit that a kernel reaches, as text: "75%", "in cache" or "?".
 
-    row: the results of `bound_of` under "bound" and "limit_share".
+    row: a dict with the results of `bound_of`: `row["bound"]` and `row["limit_share"]`.
     """
     if row["bound"] == "cache":
         return "in cache"
@@ -308,8 +313,9 @@ def of_limit(row: Mapping[str, Any]) -> str:
 def amount(kernel: Mapping, unit: str, position: int) -> int:
     """Return the FLOP or the bytes of one kernel call at KV cache position `position`.
 
-    unit: "flops" or "bytes". kernel[unit]: three numbers, which are the amount at position 0, the
-    increase from each position to the next, and the maximum.
+    unit: "flops" or "bytes".
+    kernel: {unit: three numbers}. They are the amount at position 0, the increase from each
+        position to the next, and the maximum.
     """
     start, step, end = kernel[unit]
     return min(start + step * position, max(start, end))
@@ -318,7 +324,8 @@ def amount(kernel: Mapping, unit: str, position: int) -> int:
 def describe(limits: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return facts about this machine: CPU, cores, memory in GB, operating system and limits.
 
-    limits: measurements of each limit, by name; the result has their medians, and all under "runs".
+    limits: measurements of each limit, by its name. The result has the median of each limit, and
+        all measurements under "runs".
     """
     import platform
 
