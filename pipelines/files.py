@@ -45,7 +45,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def has_too_many_values(text: str | bytes, limit: int = MAX_VALUES) -> bool:
-    """Return whether a JSON text may have more than `limit` values, to be called before parsing.
+    """Estimate, before a JSON text is parsed, whether it has more than `limit` values.
 
     The estimate counts commas and opening brackets, also inside strings.
     """
@@ -56,8 +56,8 @@ def has_too_many_values(text: str | bytes, limit: int = MAX_VALUES) -> bool:
 def require_free_space(path: Path | str, needed: int, what: str) -> None:
     """Raise PipelineError if the disk of `path` has less than `needed` bytes free.
 
-    First deletes temporary files of killed processes in the folder of `path`.
-    what: what needs the bytes, for the error message.
+    First deletes temporary files that killed processes left in the folder of `path`. what: name of
+    the data that needs the space, for the error message.
     """
     path = Path(path).absolute()
     remove_abandoned(path.parent)
@@ -69,7 +69,10 @@ def require_free_space(path: Path | str, needed: int, what: str) -> None:
 
 @cache
 def sources_hash(*paths: str) -> str:
-    """Return a hash of the paths and contents of source files; a folder means all its files."""
+    """Return a hash of castiron's source files: their paths and contents.
+
+    paths: files or folders, relative to the package. A folder means all its Python files.
+    """
     digest = hashlib.sha256()
     for path in (ROOT / path for path in paths):
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:

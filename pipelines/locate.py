@@ -30,8 +30,8 @@ _NAME = re.compile(
 class HubName(NamedTuple):
     """A model name on Hugging Face's hub: `[hf.co/]ORG/NAME[@REVISION][:WANTED]`.
 
-    revision: a branch, tag or commit. wanted: the path of a GGUF file or, as in llama.cpp, the end
-    of the file's name without .gguf, such as Q4_K_M.
+    repository: ORG/NAME. revision: a branch, tag or commit. wanted: which GGUF file to use: its
+    path or, as in llama.cpp, the end of its name without .gguf, such as Q4_K_M.
     """
 
     repository: str
@@ -77,9 +77,10 @@ def folder_of(repository: str) -> Path:
 
 
 def source_of(path: Path) -> dict[str, str] | None:
-    """Return the hub repository of a path in the hub's cache; None for any other path.
+    """Return the repository and file to which a path in the hub's cache belongs, as a dict.
 
-    Keys: `repository`, `revision` (a commit) and, unless `path` is a snapshot folder, `file`.
+    The dict has the keys `repository`, `revision` (a commit) and, unless `path` is a snapshot
+    folder, `file`. Returns None for a path outside the cache.
     """
     path = Path(os.path.abspath(path))
     for snapshot in (path, *path.parents):
@@ -102,7 +103,7 @@ def is_bundle(path: Path) -> bool:
 
 
 def is_archive(path: Path) -> bool:
-    """Return whether a file begins like a zip file. A packed bundle is a zip file."""
+    """Return whether a file begins like a zip file, which is the format of a packed bundle."""
     return _head(path) == b"PK\3\4"
 
 
@@ -131,7 +132,11 @@ def checkpoint_path(path: Path) -> Path:
 
 
 def model_name(path: Path) -> str:
-    """Return a model's name: that of its hub repository, file or folder, without .gguf."""
+    """Return a name for the model at `path`.
+
+    For a snapshot folder in the hub's cache, this is the repository's name without the
+    organisation. Otherwise it is the name of the file or folder, without .gguf.
+    """
     path = Path(os.path.abspath(path))
     source = source_of(path)
     if source and "file" not in source:
@@ -140,7 +145,11 @@ def model_name(path: Path) -> str:
 
 
 def parts_of(file: str) -> list[str]:
-    """Return the names of all parts of a split GGUF file, given the first; otherwise [file]."""
+    """Return the file names of all parts of a split GGUF file.
+
+    file: name of the first part, which ends in, for example, -00001-of-00003.gguf. Any other name
+    is returned as [file].
+    """
     found = GGUF_PART.search(file)
     if not found or int(found[1]) != 1:
         return [file]
@@ -148,7 +157,7 @@ def parts_of(file: str) -> list[str]:
 
 
 def as_text(name: str | os.PathLike) -> str:
-    """Return a file name as text for a manifest; bytes that are not UTF-8 are escaped."""
+    """Return a file name as valid Unicode, for a manifest; bytes that are not UTF-8 are escaped."""
     return os.fsencode(name).decode(errors="backslashreplace")
 
 

@@ -107,7 +107,7 @@ class Model:
         self, bundle: Bundle | Path | str, threads: int | None = None, prefix_cache: str | Path | None = None,
         draft: Bundle | Path | str | None = None, parse_special: bool = False,
     ):  # fmt: skip
-        """Open a bundle. The other arguments are those of `castiron.load`."""
+        """Open a bundle. `castiron.load` describes the other arguments."""
         self.bundle = open_bundle(bundle)
         # A model either embeds texts or generates them: one of the two stays None.
         self._embedder: Embedder | None = None
@@ -153,7 +153,7 @@ class Model:
     @overload
     def generate(self, prompts: Iterable[Prompt], **options: Unpack[GenerationOptions]) -> list[Result]: ...
     def generate(self, prompts: Prompt | Iterable[Prompt], **options: Unpack[GenerationOptions]) -> Result | list[Result]:
-        """Generate the answer to a prompt, or the answers to a list of prompts, in the same order.
+        """Generate the answer to a prompt, or a list of answers in the order of several prompts.
 
         Several prompts run in one batch. If a single prompt cannot run, PipelineError is raised. If
         one of several prompts cannot run, its result has an `error`.
@@ -166,7 +166,7 @@ class Model:
         return result
 
     def generate_many(self, prompts: Iterable[Prompt], **options: Unpack[GenerationOptions]) -> Iterator[Result]:
-        """Yield the result of each prompt as soon as its answer is complete.
+        """Yield the result of each prompt as soon as its answer is complete, in any order.
 
         Several prompts run at a time. When one is complete, the next is taken from `prompts`.
         """
@@ -195,12 +195,12 @@ class Model:
         """Return the log-probability of each token of a text; for several texts, a list of results.
 
         Args:
-            texts: a text, token ids or messages, or several of these.
+            texts: one text, or several. Each is a str, token ids or messages.
             top: how many of the most probable tokens to report at each position.
 
         Raises:
-            PipelineError: a text has no tokens or more than the context, or the model does not
-                generate text.
+            PipelineError: a text has no tokens or more tokens than the context, or the model does
+                not generate text.
         """
         if top < 0:
             raise PipelineError(f"top is {top}; it must be 0 or more")

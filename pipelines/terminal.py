@@ -39,7 +39,7 @@ def counted(number: int, noun: str) -> str:
 
 
 class Progress:
-    """A progress bar on stderr for stages of long work; it does nothing if stderr is no terminal.
+    """A progress bar for work in several stages, shown on stderr if that is a terminal.
 
     Use it in a `with` statement. Call it with the name of a stage, and the fraction of the stage
     that is done, 0 to 1. A stage ends, and its bar is erased, when the fraction reaches 1 or the

@@ -40,10 +40,11 @@ LogitsFunction = Callable[[Sequence[int], int], Iterator[np.ndarray]]
 
 @dataclass(frozen=True)
 class Compared:
-    """Statistics of a model and a base model, one number per scored token; arrays are [tokens].
+    """Statistics that compare a model with a base model at every scored token; arrays are [tokens].
 
     nll, nll_base: negative log-likelihood of the token in the model and in the base model. kld: KL
-    divergence KL(base || model). same_top: whether both have the same most probable token.
+    divergence KL(base || model) of the predicted distributions. same_top: whether the most probable
+    token is the same in both models.
     """
 
     nll: np.ndarray
@@ -62,32 +63,40 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def compare_row(logits: np.ndarray, base: np.ndarray, token: int) -> tuple[float, float, float, bool]:
     """Compare the logits [vocab] of a model and a base model at one position of a text.
 
-    token: the next token of the text. Returns (negative log-likelihood of `token` in the model, the
-    same in the base model, KL divergence, whether both models have the same most probable token).
+    token: the next token of the text. Returns (negative log-likelihood of `token` in the model,
+    negative log-likelihood of `token` in the base model, KL divergence KL(base || model), whether
+    both models have the same most probable token).
     """
     q, p = log_softmax(logits), log_softmax(base)
     return -float(q[token]), -float(p[token]), float(np.exp(p) @ (p - q)), bool(q.argmax() == p.argmax())
 
 
 def mean_and_error(values: np.ndarray) -> dict[str, float]:
-    """Return the mean and its standard error (0 for up to ten values, as in llama.cpp)."""
+    """Return the mean of `values` and its standard error as {"mean", "error"}.
+
+    As in llama.cpp, the error is 0 for up to ten values.
+    """
     error = np.sqrt(values.var() / (values.size - 1)) if values.size > 10 else 0.0
     return {"mean": float(values.mean()), "error": float(error)}
 
 
 def perplexity(nll: np.ndarray) -> dict[str, float]:
-    """Return the perplexity and its standard error; nll: negative log-likelihoods of tokens."""
+    """Return the perplexity and its standard error as {"mean", "error"}.
+
+    nll: negative log-likelihood of each token.
+    """
     found = mean_and_error(nll)
     value = float(np.exp(found["mean"]))
     return {"mean": value, "error": value * found["error"]}
 
 
 def statistics(found: Compared) -> dict:
-    """Return the statistics that `llama-perplexity --kl-divergence` prints, by name.
+    """Return the statistics that `llama-perplexity --kl-divergence` prints, as a dict by name.
 
-    A statistic is {"mean", "error"}; the error is the standard error. Probabilities are from 0 to
-    1, not percentages. As in llama.cpp, the error of the perplexity ratio takes into account that
-    the likelihoods of the two models are correlated.
+    found: the results for each token. Each statistic is {"mean", "error"} with its standard error;
+    "kld" also has percentiles. Probabilities are from 0 to 1, not percentages. As in llama.cpp, the
+    error of the perplexity ratio takes into account that the likelihoods of the two models are
+    correlated.
     """
     log_ratio = mean_and_error(found.nll - found.nll_base)
     ratio = float(np.exp(log_ratio["mean"]))
@@ -108,7 +117,7 @@ def statistics(found: Compared) -> dict:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a text, in which the model predicts the tokens after position `first`.
+    """A part of a text. The model's predictions from position `first` on are scored.
 
     tokens: the input of the model. targets: the correct next token after each of `tokens[first:]`.
     """
@@ -119,10 +128,10 @@ class Chunk:
 
 
 def llama_cpp_logits(checkpoint: Path, context: int, threads: int) -> LogitsFunction:
-    """Open a GGUF file in llama.cpp, and return a function that computes its logits for a text.
+    """Open a GGUF file in llama.cpp, and return a function that computes the model's logits.
 
-    The function is called with (token ids, first), and yields the logits, f32 [vocab], after each
-    of the tokens from index `first` on. context: max tokens of a text.
+    Call the returned function with (token ids, first). It yields an array, f32 [vocab], for each
+    token from index `first` on: the logits after this token. context: max number of token ids.
     """
     from castiron.reference.peers import open_llama
 
@@ -140,11 +149,11 @@ def llama_cpp_logits(checkpoint: Path, context: int, threads: int) -> LogitsFunc
 
 
 def bundle_logits(session: Session, steps: bool = False) -> LogitsFunction:
-    """Return a function that computes a bundle's logits for a text.
+    """Return a function that computes the logits of a bundle's model.
 
-    The function is called with (token ids, first), and yields the logits, f32 [vocab], after each
-    of the tokens from index `first` on. steps: whether to compute one token per call, with the
-    function `decode_step`; by default, a verify function computes several tokens per call.
+    Call the returned function with (token ids, first). It yields an array, f32 [vocab], for each
+    token from index `first` on: the logits after this token. steps: whether the model reads one
+    token per call, with the function `decode_step`, instead of several tokens per call.
     """
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
@@ -163,7 +172,7 @@ def bundle_logits(session: Session, steps: bool = False) -> LogitsFunction:
 
 
 def text_of(path: str | None = None) -> str:
-    """Return the text of the file `path`, by default DEFAULT_TEXT, without the last line feed."""
+    """Return the text of a file, by default of DEFAULT_TEXT, without the last line feed."""
     try:
         text = (Path(path) if path else files("castiron.pipelines.evaluate") / DEFAULT_TEXT).read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -172,7 +181,10 @@ def text_of(path: str | None = None) -> str:
 
 
 def tokens_of(bundle: Bundle, path: str | None = None) -> list[int]:
-    """Return the token ids of `text_of(path)`, or random ids if the bundle has no tokenizer."""
+    """Return the token ids of the text file `path`, or by default of a text that castiron includes.
+
+    If the bundle has no tokenizer, the ids are random, and a `path` is an error.
+    """
     if bundle.tokenizer is not None:
         return load_tokenizer(bundle).encode(text_of(path))
     if path is not None:
@@ -181,15 +193,16 @@ def tokens_of(bundle: Bundle, path: str | None = None) -> list[int]:
 
 
 def text_name(bundle: Bundle, path: str | None = None) -> str:
-    """Return the name of the text that is measured, for reports: `path` or a default."""
+    """Return the name of the measured text for reports: `path` or a name for the default."""
     return path or (DEFAULT_TEXT if bundle.tokenizer else "random tokens")
 
 
 def chunks_of(tokens: Sequence[int], context: int, max_chunks: int | None = None, bos: int | None = None) -> list[Chunk]:
-    """Split a text into chunks of `context` tokens; an incomplete last chunk is left out.
+    """Split a text into chunks of `context` tokens, and omit an incomplete last chunk.
 
-    As in llama.cpp, the tokens of a chunk from index context // 2 + 1 on are scored. If the text
-    begins with the token `bos`, the first token of every chunk is replaced by `bos`.
+    As in llama.cpp, only the tokens of a chunk from index context // 2 + 1 on are scored.
+    max_chunks: return only this many chunks from the start. bos: if the text begins with this
+    token, it replaces the first token of every chunk.
     """
     if context < 4:
         raise PipelineError(f"--context is {context}, but a chunk needs at least 4 tokens; give a larger --context")
@@ -217,10 +230,10 @@ def _scored(chunks: Sequence[Chunk], progress: Progress, *models: LogitsFunction
 
 
 def likelihoods(model: LogitsFunction, chunks: Sequence[Chunk], progress: Progress = lambda done, total: None) -> np.ndarray:
-    """Return the negative log-likelihood of every scored token, f64 [tokens].
+    """Return the negative log-likelihood of every scored token of `chunks`, f64 [tokens].
 
     model: a function that yields logits, as `bundle_logits` returns it. progress: called with
-    (chunks done, all chunks).
+    (number of chunks done, number of all chunks).
     """
     return np.array([-log_softmax(logits)[token] for logits, token in _scored(chunks, progress, model)])
 
@@ -228,21 +241,21 @@ def likelihoods(model: LogitsFunction, chunks: Sequence[Chunk], progress: Progre
 def compare(
     model: LogitsFunction, base: LogitsFunction, chunks: Sequence[Chunk], progress: Progress = lambda done, total: None
 ) -> Compared:
-    """Return the statistics of a model and a base model for every scored token.
+    """Compare a model with a base model at every scored token of `chunks`.
 
     model, base: functions that yield logits, as `bundle_logits` returns them. progress: called with
-    (chunks done, all chunks).
+    (number of chunks done, number of all chunks).
     """
     found = [compare_row(*each) for each in _scored(chunks, progress, model, base)]
     return Compared(*map(np.array, zip(*found, strict=True)))
 
 
 def own_accuracy(bundle: Bundle, progress: Progress = lambda done, total: None) -> Accuracy | None:
-    """Measure how much a bundle's logits depend on the function that computes them.
+    """Compare the logits that a bundle computes one token per call with those of several per call.
 
-    A bundle has functions that read several tokens per call, and `decode_step`, which reads one.
-    Their logits are compared on two short chunks of the default text. Returns None if this text is
-    shorter.
+    The function `decode_step` reads one token per call, other functions read several. Both compute
+    the logits of two short chunks of the default text. Returns statistics of the KL divergence, or
+    None if the text or the context is too short.
     """
     context = min(SHORT_CONTEXT, bundle.manifest.context)
     try:

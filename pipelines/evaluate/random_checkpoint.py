@@ -87,10 +87,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_checkpoint(name: str, codec: str, progress: Progress) -> Path:
-    """Return the cache path of a GGUF file with random weights; write the file if it is absent.
+    """Return the path of a cached GGUF file with random weights; write the file if it is absent.
 
-    name: a key of SHAPES. codec: codec of every matrix; q4_k is a mix of codecs, llama.cpp's
-    Q4_K_M.
+    name: model whose shapes the file has, a key of SHAPES. codec: quantisation of every matrix,
+    such as "q8_0". With "q4_k", some matrices have other codecs, as in llama.cpp's Q4_K_M.
+    progress: called with (name of a stage, fraction done).
     """
     if (config := SHAPES.get(name)) is None:
         raise PipelineError(f"unknown shape: {name}; use {', '.join(SHAPES)}, or add --kernel")
@@ -101,7 +102,10 @@ def random_checkpoint(name: str, codec: str, progress: Progress) -> Path:
 
 
 def checkpoint_of(name: str, config: dict[str, Any]) -> Checkpoint:
-    """Return a checkpoint with the tensors of a model `config`, in bf16 but without data."""
+    """Return a checkpoint that has the names and shapes of a model's tensors, in bf16, but no data.
+
+    name: path that the checkpoint gets. config: the model's HF config.json.
+    """
     weights = build(dict(config), lambda weight: "bf16", 1, ()).weights.values()
     shapes = {tensor: shape for weight in weights for tensor, shape in weight.tensors}
     return Checkpoint(Path(name), "hf", config, {t: Tensor(t, shape, "bf16", t, bytes) for t, shape in shapes.items()})
@@ -110,8 +114,8 @@ def checkpoint_of(name: str, config: dict[str, Any]) -> Checkpoint:
 def gguf_parts(checkpoint: Checkpoint, weights: str) -> tuple[bytes, list[Tensor]]:
     """Return the header bytes of a GGUF file, and its tensors with random data.
 
-    checkpoint: the names and shapes of the tensors. weights: codec of the matrices. The metadata
-    has a vocabulary size but no tokens, so llama.cpp generates placeholder tokens.
+    checkpoint: has the names and shapes of the tensors. weights: quantisation of the matrices. The
+    metadata has a vocabulary size but no tokens, so llama.cpp generates placeholder tokens.
     """
     (architecture, _), config = gguf_export.architecture_for(checkpoint), gguf_export.flat_config(checkpoint.config)
     vocab = read_config(checkpoint.config).vocab
@@ -151,7 +155,11 @@ def _write(file: str, header: bytes, tensors: Sequence[Tensor], progress: Progre
 
 
 def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndarray:
-    """Return random weights in a codec, u8 [rows, row_bytes], with scales as in a real model."""
+    """Return a random matrix [rows, in_features] in a codec, as u8 [rows, bytes of a row].
+
+    codec_name: the quantisation, such as "q8_0", or the float type. Scales are about as large as in
+    a trained model.
+    """
     codec, rng = codec_of(codec_name), np.random.default_rng(seed)
     if not codec.quantised:
         values = (rng.standard_normal((rows, in_features)) * 0.05).astype(np.float32)
@@ -193,10 +201,10 @@ def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndar
 
 @cache
 def random_tile(codec_name: str) -> np.ndarray:
-    """Return about TILE_BYTES of random weights in a codec, as u8 [bytes].
+    """Return about TILE_BYTES of random weights with the quantisation `codec_name`, as u8 [bytes].
 
     Large tensors repeat these bytes, because random numbers for all weights would take too long.
-    The number of blocks is odd, so that few rows of a tensor have the same content.
+    The number of quantisation blocks is odd, so that few rows of a tensor are equal.
     """
     codec = codec_of(codec_name)
     blocks = TILE_BYTES // codec.block_bytes | 1
@@ -204,5 +212,9 @@ def random_tile(codec_name: str) -> np.ndarray:
 
 
 def tiled_rows(codec_name: str, rows: int, in_features: int) -> np.ndarray:
-    """Return weights in a codec, u8 [rows, row_bytes], that repeat the bytes of `random_tile`."""
+    """Return a matrix [rows, in_features] in a codec, as u8 [rows, bytes of a row].
+
+    codec_name: the quantisation or float type. The matrix repeats the random bytes of
+    `random_tile`.
+    """
     return np.resize(random_tile(codec_name), (rows, row_bytes(codec_name, in_features)))

@@ -3,8 +3,8 @@
 Matmuls are timed inside the model's own functions, with its weights. A candidate is a set of tile
 sizes for one matmul. Each round compiles the model with one candidate for every matmul. IREE's
 profiler then times this model and the model with default tiles alternately. After all rounds, the
-fastest candidate of each matmul is timed again. It is used if it is faster than the default again,
-and if a bundle with all fastest candidates generates the same tokens.
+fastest candidate of each matmul is timed again. A candidate is used if it is faster than the
+default both times, and if a bundle with all fastest candidates generates the same tokens.
 
 Functions call the callback `progress` with (name of a stage, fraction done).
 """
@@ -50,10 +50,11 @@ Progress = Callable[[str, float], None]
 
 @dataclass
 class MatmulSearch:
-    """The search for the best tiles of one matmul.
+    """The search for the best tile sizes of one matmul, and its result.
 
-    function: the model function in which the matmul is timed. tiles: the fastest tiles, None for
-    the default tiles. gain: speed-up of `tiles` over the default tiles.
+    function: the model function in which the matmul is timed. default_seconds: its time with the
+    default tiles. tiles: the fastest tiles, None for the default ones. gain: speed-up of `tiles`
+    over the default tiles, such as 1.1.
     """
 
     matmul: Matmul
@@ -64,12 +65,13 @@ class MatmulSearch:
 
 
 class Bench:
-    """A model compiled with default tiles. Its matmuls are timed with default and other tiles."""
+    """A model whose matmuls are timed, with default tile sizes and with others."""
 
     def __init__(self, model: str | Path, options: Options, functions: Sequence[str], directory: Path, progress: Progress):
         """Compile `model` with default tiles into a subdirectory of `directory`.
 
-        functions: names of the model functions whose matmuls are tuned; [] for all.
+        options: compile options. functions: names of the model functions whose matmuls are tuned;
+        [] for all. progress: called with (name of a stage, fraction done).
         """
         self.model, self.options, self.directory = model, options, directory
         checkpoint = open_source(model, options, progress)
@@ -90,22 +92,27 @@ class Bench:
         self._runs: dict[str, int] = {}
 
     def compiled(self, tiles: TilesByMatmul, name: str, progress: Progress) -> Bundle:
-        """Compile the model with `tiles`, in the subdirectory `name`, and return the bundle."""
+        """Compile the model into the subdirectory `name`, and return the bundle.
+
+        tiles: tile sizes by name of the matmul; other matmuls have the default tiles.
+        """
         chosen = {matmul: asdict(found) for matmul, found in tiles.items()}
         compile_model(self.model, self.directory / name, self.options, progress, tiles=chosen)
         return open_bundle(self.directory / name)
 
     def matmuls(self) -> dict[str, MatmulSearch]:
-        """Return a `MatmulSearch` without results for each matmul of the model, by name.
+        """Return a new `MatmulSearch` for each matmul of the model, by name of the matmul.
 
-        If several functions of the model have the matmul, it is timed in the first of them.
+        A matmul that several functions of the model contain is timed in the first of them.
         """
         return {name: MatmulSearch(matmul, function) for name, (matmul, function, _) in self.kernels.items()}
 
     def gains(self, tiles: TilesByMatmul, repeats: int) -> dict[str, tuple[float, float]]:
-        """Return (seconds with default tiles, speed-up with `tiles`) of each matmul in `tiles`.
+        """Time matmuls with their default tile sizes and with `tiles`.
 
-        repeats: number of times that both are measured; the shortest time of each counts.
+        tiles: tile sizes to compare with the default ones, by name of the matmul. repeats: how
+        often both are timed; the shortest times count. Returns, by name of the matmul, (seconds
+        with default tiles, speed-up with `tiles`).
         """
         module = self._lowered(tiles)
         candidate = self.directory / "candidate.vmfb"
@@ -152,10 +159,13 @@ class Bench:
 
 
 def search(bench: Bench, searches: dict[str, MatmulSearch], progress: Progress) -> int:
-    """Find the best tiles of each matmul, and store them in `searches`.
+    """Find the fastest tile sizes of each matmul, and store them in `searches`.
 
-    Each round times a module in which every matmul has one candidate for its tiles. At the end, the
-    fastest candidates are timed again. Returns the number of rounds whose module did not compile.
+    searches: a search without results for each matmul, by name. progress: called with (name of a
+    stage, fraction done).
+
+    Each round compiles and times the model with one candidate per matmul. At the end, the fastest
+    candidates are timed again. Returns the number of rounds that did not compile.
     """
     refused = 0
     candidates = {name: list(neighbours(found.matmul, bench.isa, bench.threads)) for name, found in searches.items()}
@@ -194,9 +204,9 @@ _STEPS: dict[str, Steps] = {"together": _NEXT, "chains": _NEXT, "rows": _NEXT}
 
 
 def neighbours(matmul: Matmul, isa: Isa, threads: int) -> Iterator[Tiles]:
-    """Yield the candidates for a matmul: tile sizes that differ from the default ones in one field.
+    """Yield tile sizes to try for a matmul. Each differs from the default ones in one field.
 
-    Candidates that would compile to the same kernel are left out.
+    Invalid tile sizes are left out, and those that compile to the default kernel or an earlier one.
     """
     default = default_tiles(matmul, isa, threads)
     seen = {None, _code(matmul, isa, threads, default)}
@@ -229,10 +239,11 @@ def prompts_of(bundle: Bundle) -> list[list[int]]:
 
 
 def answers(bundle: Bundle, threads: int, prompts: list[list[int]]) -> list[list[int]]:
-    """Return the tokens that a bundle generates after `prompts`, one list for each of several runs.
+    """Generate tokens after `prompts` with each decoding function of a bundle.
 
-    The runs call all kinds of decoding functions: for one token, for several tokens of a sequence
-    (verify functions), and for several sequences (batch functions).
+    These functions decode one token, several tokens of a sequence (verify functions), or one token
+    for each of several sequences (batch functions). Returns lists of token ids. Two bundles that
+    generate the same tokens return the same lists.
     """
     session, found = Session(bundle, threads), []
     for prompt in prompts:

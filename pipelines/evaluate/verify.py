@@ -38,9 +38,9 @@ RANDOM_LENGTHS = (1, 2, 3, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 63, 6
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt for castiron and HF transformers: a text, or token ids in `tokens`.
+    """A prompt for castiron and HF transformers, either as `text` or as token ids in `tokens`.
 
-    raw: whether the text is encoded without the chat template.
+    name: a name for reports. raw: whether to encode the text without the chat template.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Prompt:
 
 
 def first_difference(theirs: Sequence[int], ours: Sequence[int]) -> int | None:
-    """Return the index of the first different token; None if the sequences are equal."""
+    """Return the first index at which two equally long sequences differ; None if they are equal."""
     return next((index for index, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1]), None)
 
 
@@ -97,10 +97,10 @@ def random_prompts(vocab: int) -> list[Prompt]:
 def encoded_prompts(
     bundle: Bundle, path: str | None = None, given: Sequence[Prompt] | None = None
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return (prompt, token ids) pairs for the prompts `given`, or those in the file `path`.
+    """Return the prompts to run as pairs (prompt, token ids).
 
-    Without both, the prompts are castiron's default prompts, or random token ids if the bundle has
-    no tokenizer.
+    The prompts are `given`, or else those in the file `path`. Without both, they are castiron's
+    default prompts, or random token ids if the bundle has no tokenizer.
     """
     vocab, tokenizer = bundle.manifest.vocab, load_tokenizer(bundle) if bundle.tokenizer else None
     prompts = given or (read_prompts(path) if path or tokenizer else random_prompts(vocab))
@@ -108,7 +108,12 @@ def encoded_prompts(
 
 
 def encode(prompt: Prompt, tokenizer, vocab: int) -> list[int]:
-    """Return the token ids of a prompt; tokenizer: the bundle's, or None if it has none."""
+    """Return the token ids of a prompt.
+
+    tokenizer: the bundle's tokenizer, None if it has none. vocab: number of tokens of the
+    vocabulary. Raises PipelineError for an id outside the vocabulary, or for a text without a
+    tokenizer.
+    """
     if prompt.tokens:
         if (largest := max(prompt.tokens)) >= vocab:
             raise PipelineError(
@@ -123,11 +128,12 @@ def encode(prompt: Prompt, tokenizer, vocab: int) -> list[int]:
 
 
 def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool = False) -> Path:
-    """Return the path of the bundle's checkpoint: `given`, or else the path in the manifest.
+    """Return the path of the checkpoint from which a bundle was compiled.
 
-    If the manifest's path does not exist, the checkpoint is downloaded again. Raises PipelineError
-    if the SHA-256 differs from the manifest's. any_format: whether `given` may be the same model in
-    the other format (GGUF file or HF directory), whose SHA-256 is not checked.
+    given: path or name of the checkpoint; by default, the path in the bundle's manifest. If that
+    path does not exist, the checkpoint is downloaded again. any_format: whether `given` may be the
+    same model in the other format (GGUF file or HF directory), which is not checked. Raises
+    PipelineError if the SHA-256 of the checkpoint differs from the one in the manifest.
     """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name, fetch
     from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, find_checkpoint
@@ -170,12 +176,11 @@ def adapter_of(bundle: Bundle) -> Path | None:
 
 
 def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str | None]) -> Path | None:
-    """Return the path of a file that the bundle was compiled with; None if there was none.
-
-    Raises PipelineError if the file is missing or has changed.
+    """Return the path of a file that was used to compile the bundle; None if there was none.
 
     key: key of the file in the manifest's `source`, such as "adapter". what: name of the file in
-    error messages. sha256: returns the hash of a path, None if it does not exist.
+    error messages. sha256: function that returns the hash of a path, None if it does not exist.
+    Raises PipelineError if the file is missing or has changed.
     """
     if (recorded := bundle.manifest.source.get(key)) is None:
         return None
@@ -188,9 +193,9 @@ def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str
 def load_reference(path: Path, weights: str, threads: int | None, adapter: Path | None = None, calibrated: Path | None = None):
     """Load a checkpoint with HF transformers, and quantise its weights as in the bundle.
 
-    weights: the bundle's --weights, such as "q8_0"; HF's weights are converted to it and back to
-    f32. adapter: LoRA adapter to merge with peft. calibrated: the text with which the quantisation
-    of the bundle was calibrated.
+    weights: the bundle's quantisation, such as "q8_0"; HF's weights are converted to it and back to
+    f32. adapter: folder of a LoRA adapter to merge. calibrated: path of the text with which the
+    bundle's quantisation was calibrated; None if it was not.
     """
     # Set before transformers is imported, because its progress bar would overwrite castiron's.
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -245,11 +250,14 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
 
 
 def expect(model, prompt: list[int], ours: list[int]):
-    """Return HF's greedy tokens after a prompt, to be compared with castiron's tokens `ours`.
+    """Return an HF model's greedy tokens after a prompt, each with its margin.
 
-    HF reads the prompt and `ours` in one pass, which is faster than generating. So the result is
-    not valid after the first token that differs from `ours`. If HF's two largest logits at a
-    position differ by less than `CERTAIN`, HF generates token by token instead.
+    The margin of a token is the largest minus the second largest logit at its position.
+
+    ours: castiron's greedy tokens for this prompt. HF reads the prompt and `ours` in one pass,
+    which is faster than generating. So HF's tokens after the first one that differs from `ours` are
+    not valid. If HF's two largest logits at a valid position differ by less than `CERTAIN`, HF
+    generates token by token instead.
     """
     import torch
 
@@ -276,9 +284,10 @@ def greedy(session, prompt: Sequence[int], n: int) -> list[int]:
 
 
 def compare(session, model, prompt: Prompt, tokens: list[int], n: int) -> dict[str, Any]:
-    """Compare `n` greedy tokens of castiron and HF after a prompt; return an object for --json.
+    """Compare the first `n` greedy tokens of castiron and HF transformers after a prompt.
 
-    session, model: the model in castiron and in HF. tokens: the prompt's token ids.
+    session, model: the model in castiron and in HF. tokens: the prompt's token ids. Returns an
+    object for the command's JSON output, with the first difference and HF's margins.
     """
     ours = greedy(session, tokens, n)
     theirs = expect(model, tokens, ours)
@@ -305,8 +314,8 @@ _OTHER_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.js
 def dequantised(path: Path) -> Iterator[Path]:
     """Yield an HF directory of the model that transformers can read without other libraries.
 
-    This is `path` or, if its quantisation needs another library (as GPTQ does), a temporary copy in
-    f32.
+    This is `path` itself, unless the model is quantised with a method, such as GPTQ, for which
+    transformers needs another library. Then it is a temporary copy with f32 weights.
     """
     full_config = json_object(path / CONFIG) if path.is_dir() else None
     config = quantization_config(full_config or {})

@@ -54,7 +54,7 @@ def api_key(scope: Scope) -> bytes:
 
 
 class Access:
-    """The access rules of a server: they check requests and identify clients."""
+    """The access rules of a server: which requests it accepts, and which client sent a request."""
 
     def __init__(self, keys: Sequence[str] = (), origins: Sequence[str] = (), local: bool = False):
         """Accept requests with one of the `keys`, or all requests if there are no keys.
@@ -67,18 +67,18 @@ class Access:
         self.names = {urlsplit(origin).hostname for origin in origins}
 
     def key(self, scope: Scope) -> int | None:
-        """Return the index in `self.keys` of the request's API key, None without a valid key."""
+        """Return the index in `self.keys` of the request's API key; None if it has no valid key."""
         given = api_key(scope)
         # The request's key is compared with every key, so that the time reveals nothing about them.
         found = [hmac.compare_digest(given, known) for known in self.keys]
         return found.index(True) if any(found) else None
 
     def client(self, scope: Scope) -> str:
-        """Return the name of the client whose limits the request uses.
+        """Return a name for the client that sent a request; limits are counted per client.
 
-        A client is an API key, or without keys an IP address. All machines of an IPv6 /64 network
-        are one client. The field `user` of a request does not identify its client, because one
-        client could send many names.
+        A client is an API key or, if the request has no valid one, an IP address. All machines of
+        an IPv6 /64 network are one client. The field `user` of a request does not identify its
+        client, because one client could send many names.
         """
         key = self.key(scope)
         return _network((scope.get("client") or ("",))[0]) if key is None else f"key {key}"
@@ -156,16 +156,16 @@ def open_api(
     """Open a bundle and return the endpoints of its model.
 
     Args:
-        metrics: where the model's events are counted.
+        metrics: the server's metrics, in which the model's requests and tokens are counted.
         threads: CPU threads, by default one per physical core.
-        queue: max sequences of one client that wait for a slot.
-        names: names that requests may use; responses have the first one. By default, they are the
-            names of the bundle and of its directory.
-        limits: limits and defaults of requests.
+        queue: max sequences of one client that may wait while the batch is full.
+        names: names that requests may use for the model; responses have the first one. By default,
+            they are the names of the bundle and of its directory.
+        limits: limits and default values of requests.
         template_args: default values of variables of the chat template.
         parse_special: whether special tokens in messages, such as <|im_end|>, become tokens
             instead of text.
-        store: store on disk for the states of long prefixes.
+        store: where the states (KV caches) of long prefixes are stored on disk.
         draft: bundle of a draft model for speculative decoding, used while a single request runs.
 
     Raises:
@@ -187,7 +187,10 @@ def open_api(
 
 
 def endpoints(models: ModelPool, metrics: Metrics) -> FastAPI:
-    """Return the endpoints as a FastAPI application, without authentication, limits and log."""
+    """Return a FastAPI application with the server's endpoints.
+
+    It has no authentication, limits or log; `App` adds these.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI):

@@ -35,11 +35,16 @@ SMALL_BODY = 16_000
 class Exchange:
     """One HTTP request and its response.
 
-    client: name of the client whose limits the request uses. body: memory reserved for the request
-    body. is_receiving: whether more of the body will arrive. exits: context managers to exit after
-    the response. job: the job that computes the answer; its `summary` is logged. load_seconds: how
-    long the request waited until its model was open. deadline: end of the time limit `seconds`, on
-    the event loop's clock.
+    Attributes:
+        client: name of the client that sent the request; limits are counted per client.
+        seconds: time limit of the request.
+        body: memory reserved for the request body.
+        is_receiving: whether more of the request body will arrive.
+        exits: context managers to exit after the response.
+        status, code: HTTP status of the response, and the error code in its body, if any.
+        job: the job that computes the answer; its `summary` is logged.
+        load_seconds: how long the request waited until its model was open.
+        deadline: when `seconds` are over, on the event loop's clock.
     """
 
     client: str
@@ -59,7 +64,7 @@ class Exchange:
 
 
 def exchange_of(scope: Scope) -> Exchange:
-    """Return the `Exchange` of an HTTP request, which `App` stored in the request's ASGI scope."""
+    """Return the `Exchange` of an HTTP request, given the request's ASGI scope."""
     return scope["state"]["exchange"]
 
 
@@ -114,9 +119,9 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def answer_request(request: Request, work: Awaitable[Any], stream: bool | None) -> Response:
-    """Await `work`, and return its result as an HTTP response.
+    """Await the result of `work`, and return it as an HTTP response.
 
-    work: returns the JSON body as a dict, or a `Job`, which still has to generate the answer.
+    work: computes either the JSON body as a dict, or a `Job`, which generates the answer later.
     stream: whether to stream the answer of a `Job` while it is generated; None means no.
     """
     exchange = exchange_of(request.scope)
@@ -138,12 +143,13 @@ async def answer_request(request: Request, work: Awaitable[Any], stream: bool | 
 
 
 class EventStream(Response):
-    """A response that streams the events of a job, as server-sent events or as lines of JSON.
+    """An HTTP response that streams the events of a job.
 
-    The name of a server-sent event is the field `type` of its JSON object, if there is one. The
-    HTTP status 200 is sent with the first event. So a request that fails earlier still gets an
-    error response with its own status. If there is no event for KEEP_ALIVE seconds, a server-sent
-    comment is sent instead; lines of JSON have no comments.
+    Each event is a JSON object, sent as a server-sent event or as a line of JSON. The name of a
+    server-sent event is the object's field `type`, if there is one. If there is no event for
+    KEEP_ALIVE seconds, a server-sent comment is sent; lines of JSON have no comments. The HTTP
+    status 200 is sent with the first event. So a request that fails earlier still gets an error
+    response with its own status.
     """
 
     def __init__(self, job: Job):
@@ -205,7 +211,7 @@ class EventStream(Response):
 
 
 async def before_deadline(exchange: Exchange, work: Awaitable) -> Any:
-    """Return the result of `work`; raise ApiError 504 at the exchange's deadline."""
+    """Await `work` and return its result; raise ApiError 504 at `exchange.deadline`."""
     try:
         async with asyncio.timeout_at(exchange.deadline):
             return await work
@@ -215,9 +221,10 @@ async def before_deadline(exchange: Exchange, work: Awaitable) -> Any:
 
 
 async def while_connected(receive: Receive, work: Coroutine) -> Any:
-    """Return the result of `work`.
+    """Await `work` and return its result.
 
-    If the client disconnects, cancel `work` and raise ClientDisconnect.
+    receive: the request's ASGI callable, which reports a disconnect. If the client disconnects,
+    cancel `work` and raise ClientDisconnect.
     """
 
     async def wait_for_disconnect() -> None:

@@ -98,8 +98,10 @@ class Connection(HttpToolsProtocol):
     """A uvicorn connection that can end before the client has sent its complete request.
 
     If the server closed a socket with unread data, the client would lose the response. Therefore
-    the server closes only the sending half of the socket. It discards received data until the
-    client closes the connection, LINGER_SECONDS have passed, or over LINGER_BYTES have arrived.
+    the server closes only the sending half of the socket, and discards the data that it still
+    receives. It does so until the client closes the connection, LINGER_SECONDS have passed, or more
+    than LINGER_BYTES have arrived.
+
     discarded: number of bytes discarded so far; None while the connection is open.
     """
 
@@ -114,7 +116,7 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and self.cycle.more_body
 
     def linger(self, transport: asyncio.Transport) -> None:
-        """Close the sending half of the connection, and discard what is received from now on."""
+        """Close the sending half of the connection, and discard all data received from now on."""
         if self.discarded is None:
             self.discarded = 0
             transport.write_eof()
@@ -131,10 +133,10 @@ class Connection(HttpToolsProtocol):
 
 
 class _Lingering:
-    """A transport wrapper whose `close` waits until the client can have read the response.
+    """A wrapper of an asyncio transport, whose `close` lets the client read the complete response.
 
-    An immediate close would lose the response if the client still sends its request, so `close`
-    calls `Connection.linger` then.
+    While the client still sends its request, an immediate close would lose the response. In this
+    case, `close` calls `Connection.linger`.
     """
 
     def __init__(self, transport: asyncio.Transport, connection: Connection):

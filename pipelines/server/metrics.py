@@ -78,7 +78,7 @@ class Metrics:
         self.http = Counter("http_requests", "HTTP requests answered.", ["handler", "method", "status"], registry=registry)
 
     def forget(self, name: str) -> None:
-        """Remove the gauges of a closed model; its counters stay."""
+        """Remove the gauges of the closed model `name`; its counters stay."""
         for gauge in self.gauges.values():
             gauge.remove(name)
 
@@ -160,8 +160,8 @@ class ModelMetrics(Observer):
 class _MergedPages(Collector):
     """A Prometheus collector that merges the metrics of several servers.
 
-    Each sample gets an additional label, `label`, with the name of its server. pages: the metrics
-    of each server, in Prometheus' text format, by server name.
+    label: name of a label that is added to each sample; its value is the name of the server. pages:
+    the metrics of each server, in Prometheus' text format, by name of the server.
     """
 
     def __init__(self, label: str, pages: Mapping[str, str]):
@@ -177,9 +177,9 @@ class _MergedPages(Collector):
 
 
 def labelled(label: str, pages: Mapping[str, str]) -> str:
-    """Merge the metrics of several servers; add a label with the server's name to each sample.
+    """Merge the metrics of several servers into one text in Prometheus' format.
 
-    label: name of the label. pages: the metrics of each server, in Prometheus' text format, by
-    server name.
+    label: name of a label that is added to each sample; its value is the name of the server. pages:
+    the metrics of each server, in Prometheus' text format, by name of the server.
     """
     return generate_latest(_MergedPages(label, pages)).decode()

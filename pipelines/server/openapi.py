@@ -92,11 +92,11 @@ Health = _answer("Health", status=Literal["ok", "stopping"])
 
 
 def errors(path: str, statuses: Iterable[int] = (), *, key: bool = True) -> dict[int | str, dict[str, Any]]:
-    """Return the error responses of a route, by HTTP status, for FastAPI's argument `responses`.
+    """Describe the error responses of a route, by HTTP status, for FastAPI's argument `responses`.
 
-    path: URL path of the route; it decides which API's error format is used. statuses: error
-    statuses of the route, besides those that every route has. key: whether the route needs an API
-    key.
+    path: URL path of the route; whether it is in OpenAI's, Anthropic's or Ollama's API decides the
+    error format. statuses: errors of this route, besides those that every route has. key: whether
+    the route needs an API key.
     """
     model = AnthropicError if is_anthropic(path) else OllamaError if is_ollama(path) else OpenAIError
     found: dict[int | str, dict[str, Any]] = {}
@@ -110,7 +110,10 @@ def errors(path: str, statuses: Iterable[int] = (), *, key: bool = True) -> dict
 
 
 def content(*media: str) -> dict[str, Any]:
-    """Return FastAPI's `responses` entry for text of these content types, such as "text/plain"."""
+    """Describe a text response for FastAPI's argument `responses`.
+
+    media: content types that the response may have, such as "text/plain".
+    """
     return {"content": {each: {"schema": {"type": "string"}} for each in media}}
 
 

@@ -26,11 +26,17 @@ from castiron.vmfb.manifest import Manifest
 
 @dataclass(eq=False)
 class ServedModel:
-    """A model of a server.
+    """A model that a server offers. It may be closed, that is, not in memory.
 
-    name: its name in answers. names: all names that requests may use. api: its endpoints, None
-    while it is closed. lock: locked while the model is being opened or closed. users: number of
-    requests that use it now. last_used: end of the last request, in `time.monotonic` seconds.
+    Attributes:
+        name: its name in answers.
+        names: all names that requests may use.
+        template: its chat template.
+        open: opens the model; None if it is always open.
+        api: its endpoints, None while it is closed.
+        lock: locked while the model is being opened or closed.
+        users: number of requests that use it now.
+        last_used: end of the last request, in `time.monotonic` seconds.
     """
 
     name: str
@@ -45,7 +51,7 @@ class ServedModel:
 
     @property
     def bytes(self) -> int:
-        """The memory of the weights and of the states (KV caches) of all slots, in bytes."""
+        """Memory that the open model needs for weights and states (KV caches), in bytes."""
         return needed(self.manifest, slots_of(self.manifest)).total
 
 
@@ -163,7 +169,7 @@ class ModelPool:
 
     @property
     def home(self) -> str | None:
-        """The text that GET / returns if the only model is an embedding model.
+        """The text that GET / returns, if the server has only one model, which embeds texts.
 
         It is None for other servers, which return the chat page.
         """
@@ -237,7 +243,7 @@ class ModelPool:
         return sum(engine.unfinished for engine in self._engines)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the engines of the models that are open; others start when they are opened."""
+        """Start the engines of open models. Other engines start when their model is opened."""
         for engine in self._engines:
             engine.start(loop)
 

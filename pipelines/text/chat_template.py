@@ -45,9 +45,9 @@ def render(
 ) -> str:
     """Return the text of a conversation, rendered by the Jinja `template`.
 
-    `messages`: {"role", "content"} each. `special_tokens`: text of special tokens by name, such as
-    bos_token. Raises PipelineError for a template that is invalid, rejects the messages or exceeds
-    a limit.
+    messages: {"role", "content"} each. special_tokens: text of special tokens by name, such as
+    bos_token. variables: other variables of the template, such as enable_thinking. Raises
+    PipelineError if the template is invalid, rejects the messages or exceeds a limit.
     """
     known = {"add_generation_prompt": True, "tools": None, "documents": None, **(special_tokens or {}), **variables}
     pieces, characters, deadline = [], 0, time.thread_time() + SECONDS
@@ -94,8 +94,8 @@ def describe_tools(
 ) -> list[dict[str, Any]]:
     """Return `messages` with a description of `tools` added to the system message.
 
-    form: format in which the model writes tool calls. If it is `HERMES`, the default, then tool
-    calls and tool results in `messages` are also written as text. has_system: whether the template
+    form: the format in which the model is to write tool calls. With the format `HERMES`, tool calls
+    and tool results in `messages` are also converted to text. has_system: whether the chat template
     accepts a system message; if not, the description is put before the first user message. Raises
     PipelineError if the tool calls of a message are not in OpenAI's format.
     """
@@ -147,7 +147,10 @@ def takes_system(template: str) -> bool:
 
 
 def check_variables(template: str | None, given: Mapping[str, object]) -> None:
-    """Raise PipelineError for a variable of `given` that `template` does not read."""
+    """Raise PipelineError if `given` has a variable that `template` does not read.
+
+    given: values of variables by name.
+    """
     known = variables_of(template) if given and template else []
     for name in given:
         if name not in known:
@@ -158,7 +161,10 @@ def check_variables(template: str | None, given: Mapping[str, object]) -> None:
 
 @lru_cache(maxsize=8)
 def _names(template: str) -> tuple[set[str], set[str]]:
-    """Return (names that a template reads, Jinja's global names); both empty if it is invalid."""
+    """Return (variables that the template reads, global names that Jinja defines).
+
+    Both sets are empty if the template is invalid.
+    """
     from jinja2 import TemplateError, meta
 
     environment = _environment()

@@ -58,7 +58,7 @@ class Chat:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def instruct(self, system: str | None) -> None:
-        """Replace the system message, or remove it."""
+        """Replace the system message by `system`, or remove it if `system` is None."""
         others = [message for message in self.messages if message["role"] != "system"]
         self.system = system
         self.reset()
@@ -75,7 +75,7 @@ class Chat:
         return self._answer([*self.messages, {"role": "user", "content": message}], progress)
 
     def retry(self, progress: Progress | None = None) -> Iterator[str]:
-        """Yield a new answer to the last message, which replaces the earlier answer."""
+        """Replace the answer to the last user message; yield pieces of the new answer."""
         return self._answer(self.messages[: self._last_question() + 1], progress)
 
     def undo(self) -> str:
@@ -115,9 +115,10 @@ class Chat:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
 
     def _fit(self, messages: list[dict]) -> tuple[list[dict], list[int], int]:
-        """Drop the oldest turns until the answer fits; return (messages, ids, number dropped).
+        """Drop the oldest turns if the context has too little space left for an answer.
 
-        Dropping frees at least 1 / SHARE of the context, so that the next turns fit too. Raises
+        If turns are dropped, at least a quarter of the context is freed, so that the next turns fit
+        too. Returns (messages that are left, their token ids, number of messages dropped). Raises
         PipelineError if the last message alone does not fit.
         """
         context = self.engine.context

@@ -41,9 +41,10 @@ _TOKEN = re.compile(rf"<[^<>\s]*>|\[[A-Z_/]+\]|\s+|{ID}|\w+|.", re.DOTALL)
 def tool_format_of(template: str | None, special_tokens: Mapping[str, str] = {}) -> ToolFormat | None:
     """Return the format in which a chat template writes tool calls; None if it is unknown.
 
-    The template renders test calls, and the format is derived from their text. If that fails, the
-    format is the first one in KNOWN whose identifying text is in the template. Either format must
-    parse the rendered test calls correctly. Only a template that renders no calls is not checked.
+    The template renders test calls, and the format is derived from the rendered text. If this
+    fails, the first format in KNOWN whose identifying text is in the template is used. In both
+    cases, parsing the rendered text with the format must give the test calls. This is not checked
+    if the template renders no calls, or for the format "harmony".
     """
     if not template:
         return None
@@ -59,7 +60,7 @@ def tool_format_of(template: str | None, special_tokens: Mapping[str, str] = {})
 
 
 class _Probe:
-    """A renderer of test conversations with tool calls, for one chat template."""
+    """A chat template with methods that render test conversations with tool calls."""
 
     def __init__(self, template: str, special_tokens: Mapping[str, str]):
         self.template, self.special_tokens, self.marks = template, special_tokens, marks_of(template, ())
@@ -79,10 +80,10 @@ class _Probe:
             return None
 
     def calls(self, arguments: Sequence[Mapping[str, Any]]) -> str | None:
-        """Render a message with one tool call for each of `arguments`; return the calls' text.
+        """Render a message with test tool calls, and return the part of the text that is the calls.
 
-        Text around the calls, such as the start and the end of the assistant's turn, is removed.
-        The result is None if the template renders no calls.
+        arguments: the arguments of each call, by name. Text around the calls, such as the start and
+        the end of the assistant's turn, is removed. Returns None if the template renders no calls.
         """
         given = [
             {"id": id_, "type": "function", "function": {"name": name, "arguments": json.dumps(each) if self.as_text else each}}
@@ -115,12 +116,14 @@ class _Probe:
         return None
 
     def _form(self, style: str, before: str, head: str, body: str, after: str, rest: str) -> ToolFormat:
-        """Derive the tool format from the rendered text of one call and of two calls.
+        """Derive the tool format by comparing the text of one rendered call with the text of two.
 
-        style, before, head, body, after: the results of `_split` for the text of one call. rest:
-        the text of two calls, without the part up to the first function's name; "" if the template
-        allows only one call. The difference shows which text belongs to each call, and which to all
-        calls.
+        The difference shows which text surrounds each call, and which surrounds all calls together.
+
+        style: how the arguments of a call are written. before, head, body, after: text of one call
+        before the function's name, between name and arguments, the arguments, and after them. rest:
+        text of two calls from the end of the first function's name on; "" if the template allows
+        only one call.
         """
         fields: dict[str, Any] = {}
         if style == "tags":
@@ -144,8 +147,8 @@ class _Probe:
         """Find the tags around keys and values of a call, as in <parameter=key>value</parameter>.
 
         head: text between the function's name and the first key. body: text from the first key to
-        the last value. after: text after the last value. Returns (head without the tag of the first
-        key, after without the tag of the last value, the tags as fields of `ToolFormat`).
+        the last value. after: text after the last value. Returns (`head` without the first key's
+        tag, `after` without the last value's tag, dict of the tags as fields of `ToolFormat`).
         """
         first, _, rest = (head + body + after).partition("k_one")
         key_end, _, rest = rest.partition("v_one")
@@ -186,10 +189,11 @@ class _Probe:
 
 
 def _split(text: str) -> tuple[str, str, str, str, str] | None:
-    """Split the text of a rendered tool call around the function's name and its arguments.
+    """Split the text of a rendered tool call into the parts around its name and arguments.
 
-    Returns (style of the arguments as in `ToolFormat.style`, text before the name, text between
-    name and arguments, arguments, text after the arguments), or None if the style is unknown.
+    Returns (style, text before the function's name, text between name and arguments, arguments,
+    text after the arguments). The style is how arguments are written, as in `ToolFormat.style`.
+    Returns None if the style is unknown.
     """
     before, _, rest = text.partition(NAMES[0])
     before = _with_ids(before)
@@ -216,11 +220,11 @@ def _with_ids(text: str) -> str:
 
 
 def _without_turn(text: str, ends: Sequence[str], tail: str, marks: Marks) -> str:
-    """Return the tool calls in a rendered assistant's turn, without reasoning and the turn's end.
+    """Remove reasoning and the end of the turn from the text of a turn with tool calls.
 
-    ends: texts that end a turn. tail: the text that the template writes after an answer without
-    calls; it is removed from the end if none of `ends` is found. marks: (start mark, end mark)
-    pairs of reasoning.
+    text: a rendered assistant's turn. ends: texts that end a turn. tail: the text that the template
+    writes after an answer without calls; it is removed from the end if none of `ends` is found.
+    marks: pairs of the tags around reasoning, such as ("<think>", "</think>").
     """
     start = text.index(NAMES[0])
     for _, end in marks:

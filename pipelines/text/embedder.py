@@ -49,7 +49,10 @@ class Embedder:
         self._running = threading.Lock()
 
     def prompt(self, name: str | None = None) -> str:
-        """Return the prompt `name` (None: the default one); PipelineError for an unknown name."""
+        """Return the text of the model's prompt `name`, by default of its default prompt, if any.
+
+        The prompt is put before a text. Raises PipelineError if the model has no such prompt.
+        """
         name = self.facts.default_prompt if name is None else name
         if name is not None and name not in self.facts.prompts:
             known = ", ".join(self.facts.prompts) or "none"
@@ -57,9 +60,10 @@ class Embedder:
         return "" if name is None else self.facts.prompts[name]
 
     def tokens(self, text: Given, prompt: str = "") -> Tokens:
-        """Return the tokens of `prompt` + `text`; PipelineError if there are none or too many.
+        """Return the tokens of `prompt` + `text`.
 
-        If `text` is a list of token ids, it is used as it is, without the prompt.
+        If `text` is a list of token ids, these are returned, without the prompt. A long text is
+        truncated. Raises PipelineError if there are no tokens, or too many ids.
         """
         if isinstance(text, str):
             # Remove white space at the ends, as sentence-transformers does.
@@ -80,11 +84,11 @@ class Embedder:
         return Tokens(found.ids, bool(found.overflowing)), found.type_ids
 
     def relevance_inputs(self, query: str, documents: Sequence[str]) -> list[Tokens]:
-        """Return the tokens of each input that the model must read to rank `documents` for a query.
+        """Return the model inputs, as tokens, that are needed to rank `documents` for a query.
 
-        A reranking model reads the query together with each document. An embedding model reads the
-        query, and then each document by itself. `relevance` takes the model's output for these
-        inputs.
+        A reranking model has one input per document: the query and the document together. An
+        embedding model has one more: first the query, then each document. Give the model's outputs
+        for these inputs to `relevance`.
         """
         if self.facts.relevance:
             return [self._pair(query, document) for document in documents]
@@ -100,8 +104,9 @@ class Embedder:
     def relevance(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
         """Return the relevance of each document to the query, f64 [documents].
 
-        It is the score of a reranking model. For an embedding model, it is the cosine similarity of
-        the query and the document. vectors: the model's output for each of `relevance_inputs`.
+        vectors: the model's output for each of `relevance_inputs`. The relevance is the score of a
+        reranking model or, for an embedding model, the cosine similarity of the query and the
+        document.
         """
         found = np.array(vectors, np.float64)
         if self.facts.relevance:
@@ -111,7 +116,10 @@ class Embedder:
         return found[1:] @ found[0]
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[tuple[int, float]]:
-        """Return (index, relevance) of the documents, best first; print how many were truncated."""
+        """Return (index, relevance to the query) of each document, the most relevant one first.
+
+        Prints how many documents were truncated.
+        """
         tokens = self.relevance_inputs(query, documents)
         print_cut(tokens, self.facts.max_tokens)
         return ranked(self.relevance([self.vector(found) for found in tokens])) if documents else []
@@ -126,7 +134,10 @@ class Embedder:
             raise PipelineError(f"dimensions is {dimensions}; {self.name} supports 1 to {self.hidden}")
 
     def vector(self, tokens: Tokens, dimensions: int | None = None) -> np.ndarray:
-        """Return the output of the model for a text, f32 [dimensions]; None for all dimensions."""
+        """Return the output of the model for a text, f32 [dimensions].
+
+        dimensions: return only this many numbers from the start; by default, all.
+        """
         self.check_dimensions(dimensions)
         with self._running:
             found = self.encoder.encode(tokens.ids)
@@ -138,7 +149,10 @@ class Embedder:
     ) -> np.ndarray:  # fmt: skip
         """Return the embeddings of texts, f32 [texts, dimensions]; print how many were truncated.
 
-        prompt: a text to put before each text, instead of the model's prompt `prompt_name`.
+        Args:
+            prompt_name: which of the model's prompts to put before each text.
+            prompt: a text to use instead of the model's prompt.
+            dimensions: return only this many numbers from the start of each vector.
         """
         self.check_vectors()
         before = self.prompt(prompt_name) if prompt is None else prompt
@@ -149,14 +163,15 @@ class Embedder:
 
 
 def ranked(scores: np.ndarray) -> list[tuple[int, float]]:
-    """Return (index, score) pairs, the highest score first; equal scores keep their order."""
+    """Return (index, score) pairs, the highest score first; equal scores stay in their order."""
     return [(int(index), float(scores[index])) for index in np.argsort(-scores, kind="stable")]
 
 
 def cut_to(vector: np.ndarray, dimensions: int | None, normalised: bool) -> np.ndarray:
-    """Return the first `dimensions` numbers of a Matryoshka vector (arXiv:2205.13147).
+    """Shorten an embedding to its first `dimensions` numbers; None for all.
 
-    None returns all of them. If `normalised`, a shortened vector is scaled to length 1.
+    The model must be trained for this (Matryoshka, arXiv:2205.13147). normalised: whether to scale
+    a shortened vector to length 1.
     """
     if dimensions is None or dimensions == vector.size:
         return vector
@@ -165,7 +180,7 @@ def cut_to(vector: np.ndarray, dimensions: int | None, normalised: bool) -> np.n
 
 
 def print_cut(tokens: Sequence[Tokens], max_tokens: int) -> None:
-    """Print how many texts were truncated to `max_tokens` tokens, if any."""
+    """Print how many of these texts were truncated to `max_tokens` tokens, if any."""
     if cut := sum(each.cut for each in tokens):
         print_message(
             f"{cut} of {len(tokens)} texts exceed{'s' * (cut == 1)} {max_tokens} tokens; only the first {max_tokens} are used"
