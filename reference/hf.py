@@ -80,9 +80,10 @@ def activations(model: PreTrainedModel, tokens: Sequence[int], names: Sequence[s
 
 @contextmanager
 def capture(model: PreTrainedModel, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
-    """Yield a dictionary that every run of the model fills with outputs, by name of submodule.
+    """Yield a dictionary, for a `with` block in which runs of the model store outputs in it.
 
-    names: names of the submodules, as in `named_modules`. An output is f32 [tokens, features].
+    names: names of submodules, as in `named_modules`, whose outputs are stored; they are the keys
+    of the dictionary. Each output is f32 [tokens, features]; a later run replaces it.
     """
     modules = dict(model.named_modules())
     unknown = [name for name in names if name not in modules]

@@ -31,8 +31,9 @@ def run(
     be uint8. params: the weights by parameter name. trace: called as `trace(op, results)` after
     every operation; it must not change the arrays.
 
-    A kernel is run by its NumPy reference, `kernel.reference(**operands)`. Tensors among the
-    operands are read-only arrays (uint8 for i8), and operands of type index are integers.
+    For an operation that calls a kernel, the kernel's NumPy reference is called instead, as
+    `kernel.reference(**operands)`. Its tensors are read-only arrays (uint8 for i8), and its
+    operands of type index are integers.
     """
     try:
         body = module.functions[function]
@@ -81,9 +82,10 @@ def _stored(array: np.ndarray, type_: TensorType, what: str) -> np.ndarray:
 
 
 def _forget(values: dict[Value, np.ndarray], left: dict[Value, int], op: Op) -> None:
-    """Drop the arrays that no operation after `op` uses; left: number of later uses of each value.
+    """Delete from `values` the arrays that no operation after `op` uses.
 
-    This limits memory: all weights in f32 would not fit.
+    left: how often each value will still be used; `op` is subtracted from it. This limits memory:
+    all weights in f32 would not fit.
     """
     for value in op.operands:
         left[value] -= 1
@@ -93,9 +95,10 @@ def _forget(values: dict[Value, np.ndarray], left: dict[Value, int], op: Op) -> 
 
 
 def _float(compute: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Return the interpreter's function for an operation that `compute` computes on NumPy arrays.
+    """Return an operation's function for the interpreter, which computes the result with `compute`.
 
-    Operands of type f16 and bf16 are converted to f32, and the result is rounded once.
+    compute: a function on NumPy arrays. Operands of type f16 and bf16 are converted to f32 for it,
+    and its result is rounded once.
     """
 
     def rule(op: Op, *args: np.ndarray) -> np.ndarray:
@@ -127,7 +130,8 @@ def _compare(op: Op, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def convert(array: np.ndarray, source: DType, target: DType) -> np.ndarray:
     """Convert an array from element type `source` to `target`.
 
-    Floats are rounded towards zero to become integers. Integers wrap to the range of `target`.
+    A float becomes an integer by rounding towards zero; a float outside the range of the integer
+    type becomes the nearest integer in it, and NaN becomes 0. Integers wrap around.
     """
     if source.kind == "float":
         array = to_f32(array, source)
@@ -162,9 +166,11 @@ def _iota(op: Op) -> np.ndarray:
 
 
 def _window(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[np.ndarray]) -> tuple[slice, ...]:
-    """Return the slices that select `sizes` elements from `starts` in an array with shape `shape`.
+    """Return the slices that select a window of an array.
 
-    As in StableHLO's dynamic_slice, each start is clamped so that the slice is inside the array.
+    shape: shape of the array. sizes: shape of the window. starts: the window's first index in each
+    dimension. As in StableHLO's dynamic_slice, each start is clamped so that the window is inside
+    the array.
     """
     clamped = (min(max(int(s), 0), n - size) for s, n, size in zip(starts, shape, sizes))
     return tuple(slice(start, start + size) for start, size in zip(clamped, sizes))
@@ -203,11 +209,11 @@ def _reduce(op: Op, x: np.ndarray, init: np.ndarray) -> np.ndarray:
 
 
 def _argmax(op: Op, values: np.ndarray, indices: np.ndarray, *_start: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return (max, index of the max) of a vector; of equal elements, the one with the lowest index.
+    """Return (max of `values`, its index); of equal elements, the one with the lowest index.
 
-    NaN is treated as in the reduction that argmax becomes in StableHLO: a NaN replaces the max so
-    far, and the next element replaces the NaN. So the result is the max of the elements after the
-    last NaN, or NaN if the last element is NaN.
+    values: a vector. indices: the index of each element. With NaN, the result is that of the
+    StableHLO program for this operation: the max of the elements after the last NaN, or NaN if the
+    last element is NaN.
     """
     nans = np.flatnonzero(np.isnan(values))
     first = min(int(nans[-1]) + 1, len(values) - 1) if len(nans) else 0

@@ -1,7 +1,8 @@
-"""Packed bundles: zip archives whose entries are uncompressed and page-aligned.
+"""Packed bundles: a model's files in one zip archive, uncompressed and aligned to pages.
 
-`unzip` restores the directory. The runtime memory-maps the weights in the archive. The layout
-follows PKWARE's APPNOTE 6.3 with ZIP64. Extra fields align the entries, as Android's zipalign does.
+`unzip` restores the bundle's directory. The runtime memory-maps the weights in the archive. The
+layout follows PKWARE's APPNOTE 6.3 with ZIP64. Extra fields align the entries, as Android's
+zipalign does.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ _MAX_DIRECTORY = 1_000_000
 
 @dataclass(frozen=True)
 class Part:
-    """A range of an open file: `size` bytes from byte `offset` on.
+    """A file of a bundle: `size` bytes from byte `offset` on of the open file `file`.
 
-    The part stays readable if another file replaces the file at `path`. Lock `lock` while you read
-    `file`: the parts of an archive share `file` and its position.
+    The files of a packed bundle share one open archive. So acquire `lock` before you read `file`,
+    because reading moves its position. The part stays readable if another file replaces the file at
+    `path`.
     """
 
     path: Path

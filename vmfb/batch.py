@@ -23,8 +23,9 @@ class Cover:
     """Finds the cheapest decode calls that append one token to each of the given slots.
 
     A slot holds one sequence. A call of width w decodes a token in each of w adjacent slots; the
-    index of the first of these slots is a multiple of w. If several plans have the lowest cost, the
-    plan with the fewest calls is used, then the plan with the smallest total width.
+    index of the first of these slots is a multiple of w. Slots that get no token may be among them.
+    If several choices of calls have the lowest cost, the one with the fewest calls is used, then
+    the one with the smallest total width.
     """
 
     def __init__(self, size: int, costs: Mapping[int, float]):
@@ -57,9 +58,9 @@ class Cover:
 def costs_of(manifest: Manifest) -> dict[int, float]:
     """Return the estimated time of one decode call, by the call's width (number of sequences).
 
-    The unit is the time of one floating-point operation. The time of a call is the sum over its
-    kernels, at position 0, of the compute time or the memory time, whichever is longer. All times
-    are 0 if the manifest has no FLOP and byte counts for the kernels.
+    The unit is the time of one floating-point operation. The time of a call is the sum of the times
+    of its kernels at position 0. A kernel takes its compute time or its memory time, whichever is
+    longer. All times are 0 if the manifest has no FLOP and byte counts for the kernels.
     """
     functions = [manifest.function("decode"), *(manifest.function("batch", width) for width in manifest.widths("batch"))]
     work = manifest.compile.get("work", {})
@@ -70,18 +71,19 @@ def costs_of(manifest: Manifest) -> dict[int, float]:
 
 
 class Batch:
-    """Decodes several sequences together; each has a slot, with a `Session` of its own in `slots`.
+    """Decodes several sequences together; each has its own slot.
 
-    A call of the function `decode_batch_B` decodes one token in each of B adjacent slots, and reads
-    the weights once. The number of slots is the largest such B. Each state of the model, such as a
-    KV cache, has one buffer for all slots, which are joined along dimension 0.
+    slots: a `Session` for each slot. A call of the function `decode_batch_B` decodes one token in
+    each of B adjacent slots, and reads the weights only once. A bundle has such functions for some
+    numbers B, and the number of slots is the largest of them. Each state of the model, such as a KV
+    cache, has one buffer, in which the slots are joined along dimension 0.
 
     A call can leave out slots, but takes as long as if it used all B. So several calls with a small
     B may be faster than one with a large B if the used slots are far apart.
     """
 
     def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
-        """Load a bundle; without functions `decode_batch_B`, the batch has one slot."""
+        """Load a bundle; if it has no function `decode_batch_B`, the batch has only one slot."""
         bundle = open_bundle(bundle)
         states, self.size = bundle.manifest.states, max(bundle.manifest.widths("batch"), default=1)
         self.program = program = open_program(bundle, threads, self.size)
@@ -101,10 +103,10 @@ class Batch:
                 self._calls[first, width] = call, tokens.words, positions.words
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
-        """Append one token to each slot in `tokens`; return the argmax of each slot's logits.
+        """Append one token to each given sequence; return the argmax of its logits, by slot.
 
-        The argmax is -1 if the logits are NaN. Raise SessionError, before any work, for an invalid
-        slot or token, or a full context.
+        tokens: token ids by slot (the index of a sequence). The argmax is -1 if the logits are
+        NaN. Raise SessionError, before any work, for an invalid slot or token, or a full context.
         """
         for slot, token in tokens.items():
             if not 0 <= slot < self.size:
@@ -140,9 +142,9 @@ class Batch:
         return {slot: found[slot - first] for slot in taken}
 
     def _save_logits(self, call: Call, stepped: Collection[int]) -> None:
-        """Save the logits of slots that the next run of `call` leaves out, as it overwrites them.
+        """Copy logits that the next run of `call` would overwrite.
 
-        stepped: the slots that get a token in the next run; their old logits are no longer needed.
+        stepped: the slots that get a token in this run; their old logits are not needed.
         """
         for slot, session in enumerate(self.slots):
             if slot not in stepped and isinstance(session._last, Row) and session._last.call is call:

@@ -37,12 +37,16 @@ _MAX_MANIFEST = 16_000_000
 
 @dataclass(frozen=True)
 class Bundle:
-    """An open bundle.
+    """An open bundle: a compiled model with its weights, tokenizer and manifest.
 
-    path: the bundle's directory, or its archive if `packed` is true. parts: the open files by name,
-    which stay readable if another bundle replaces this one; if None, `part` opens a file. device:
-    the GPU that runs the bundle, such as "vulkan:1"; None for the first GPU. progress: called with
-    (bytes uploaded, total) while weights are uploaded to a GPU.
+    Attributes:
+        path: the bundle's directory, or its archive if `packed` is true.
+        manifest: the contents of manifest.json.
+        parts: the open files by name, which stay readable if another bundle replaces this one. If
+            it is None, the method `part` opens a file when it is called.
+        packed: whether the bundle is one archive.
+        device: the GPU that runs the bundle, such as "vulkan:1"; None for the first GPU.
+        progress: called with (bytes uploaded, total) while weights are uploaded to a GPU.
     """
 
     path: Path
@@ -63,7 +67,7 @@ class Bundle:
         return self.path / name
 
     def with_context(self, context: int) -> Bundle:
-        """Return this bundle with a context of `context` positions.
+        """Return a copy of this bundle with a context of `context` tokens.
 
         Raise BundleError if `context` exceeds `max_context` of the manifest.
         """
@@ -73,10 +77,11 @@ class Bundle:
         return replace(self, manifest=replace(self.manifest, context=context))
 
     def on_device(self, device: str | None, progress: Callable[[int, int], None] | None = None) -> Bundle:
-        """Return this bundle, opened for a device such as "vulkan:1"; None for the default device.
+        """Return a copy of this bundle that runs on `device`.
 
-        progress: called with (bytes uploaded, total). Raise BundleError if the bundle is compiled
-        for another kind of device.
+        device: such as "vulkan:1"; None for the default device. progress: called with (bytes
+        uploaded, total) while weights are uploaded. Raise BundleError if the bundle is compiled for
+        another kind of device.
         """
         needed = self.manifest.target.driver or "cpu"
         if device is not None and device.partition(":")[0] != needed:
@@ -93,7 +98,7 @@ class Bundle:
 
     @property
     def chat_template(self) -> str | None:
-        """Return the Jinja source of the chat template, or None."""
+        """Return the Jinja source of the chat template; None if the bundle has no template."""
         if TEMPLATE not in self.manifest.files:
             return None
         try:
@@ -299,7 +304,7 @@ class BundleWriter:
         return BundleError(f"cannot write {self.target}: {reason(error)}")
 
     def path(self, name: str) -> Path:
-        """Return the path for the file `name`; raise ValueError for an invalid file name."""
+        """Return the path of the staged file `name`; raise ValueError for an invalid file name."""
         if not is_bundle_file(name):
             raise ValueError(f"a bundle cannot have a file named {name!r}; use one of {', '.join(FILES)}")
         return self.directory / name
@@ -320,9 +325,9 @@ class BundleWriter:
             bundle.part(name).sha256(file.write)
 
     def staged(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Bundle:
-        """Return the bundle in the staging folder, to run it before `commit`.
+        """Return the bundle in the staging folder, so that it can be run before `commit`.
 
-        hashes: the known sha256s by file name; other files are hashed.
+        hashes: sha256 in hex by file name, as far as known; other files are hashed.
         """
         return Bundle(self.directory, replace(manifest, files=self._files(hashes or {})))
 
@@ -333,7 +338,7 @@ class BundleWriter:
     def commit(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Bundle:
         """Write the manifest, rename the staging folder to the target and return the bundle.
 
-        hashes: the known sha256s by file name; other files are hashed.
+        hashes: sha256 in hex by file name, as far as known; other files are hashed.
         """
         files = self._files(hashes or {})
         if absent := [name for name, required in FILES.items() if required and name not in files]:

@@ -1,7 +1,8 @@
-"""Fill-in-the-middle (FIM): prompts for the text between a prefix and a suffix, by model family.
+"""Fill-in-the-middle (FIM): prompts for which a model generates the text between two given texts.
 
-The names of the FIM tokens in the vocabulary decide the family, as in llama.cpp's llama-vocab.cpp.
-A GGUF file may state ids of FIM tokens, which then replace those found by name.
+Each model family has FIM tokens of its own. The family is recognised by the names of the FIM tokens
+in the vocabulary, as in llama.cpp's llama-vocab.cpp. A GGUF file may also state ids of FIM tokens;
+these replace the ids that were found by name.
 """
 
 from __future__ import annotations
@@ -42,13 +43,19 @@ CUTS = 8
 
 @dataclass(frozen=True)
 class Fim:
-    """A builder of a model's prompts for fill-in-the-middle (FIM).
+    """A builder of fill-in-the-middle (FIM) prompts for one model.
+
+    A prompt consists of a prefix and a suffix. The model then generates the text between them.
 
     Attributes:
-        prefix, suffix: ids of the tokens before these parts of a prompt.
-        middle: id of the token at the end of a prompt, after which the answer starts.
-        repository, file: ids of the tokens before the name of a repository and of each file.
-        ends: ids of the tokens that end an answer, besides the model's end tokens.
+        tokenizer: the model's tokenizer.
+        special: encodes the texts of special tokens in prefix and suffix as plain text.
+        prefix: id of the FIM token before the prefix.
+        suffix: id of the FIM token before the suffix.
+        middle: id of the FIM token that ends the prompt; None if the model has no such token.
+        repository: id of the token before a repository's name, or None.
+        file: id of the token before the name of each other file, or None.
+        ends: ids of tokens that end the generated text, besides the tokenizer's end tokens.
         suffix_first: whether the suffix comes before the prefix.
     """
 
@@ -68,12 +75,13 @@ class Fim:
         """Return the token ids of a prompt, after which the model generates the text in the middle.
 
         Args:
-            prefix, suffix: the texts before and after the answer. Special tokens in them are
-                encoded as plain text.
-            files: (name, text) of other files.
-            max_tokens: max length of the prompt. To shorten a prompt, files are left out, starting
-                with the first one. Then the start of the prefix and the end of the suffix are cut
-                off. If both are long, the prefix gets three quarters of the space.
+            prefix: the text before the generated text.
+            suffix: the text after the generated text.
+            files: (name, text) of other files, which the prompt shows before the prefix.
+            max_tokens: max length of the prompt; None for no limit. To shorten a prompt, files are
+                left out, starting with the first one. Then the start of the prefix and the end of
+                the suffix are cut off. If both are long, the prefix gets three quarters of the
+                space.
         """
         head = [self.tokenizer.bos] if self.tokenizer.encode("")[:1] == [self.tokenizer.bos] else []
         before, after = self._encode(prefix), self._encode(suffix, joined=True)
@@ -105,8 +113,8 @@ class Fim:
     def _encode(self, text: str, joined: bool = False) -> list[int]:
         """Return the token ids of a text, in which special tokens are encoded as plain text.
 
-        joined: whether the text follows other text directly. SentencePiece puts a space before a
-        text; with `joined` it is left out, as the FIM prompts of CodeLlama and Mistral require.
+        joined: whether the text directly follows other text. If so, the space that SentencePiece
+        puts before a text is left out, as the FIM prompts of CodeLlama and Mistral require.
         """
         if not text:
             return []
@@ -124,17 +132,21 @@ class Fim:
 
 
 def _last(tokens: list[int], space: int) -> list[int]:
-    """Cut off tokens at the start, so that at most `space` tokens are left.
+    """Return the last tokens, at most `space` of them.
 
-    Tokens are cut off in steps of space // CUTS. So while a user types and the text grows, most
-    prompts still start at the same token, and the KV cache of the previous prompt can be reused.
+    The number of tokens that are cut off is a multiple of space // CUTS. So while a user types and
+    the text grows, most prompts start at the same token as the previous prompt, whose KV cache can
+    then be reused.
     """
     step = max(space // CUTS, 1)
     return tokens[-(-max(len(tokens) - space, 0) // step) * step :]
 
 
 def fim_of(tokenizer: Tokenizer) -> Fim:
-    """Return the builder of FIM prompts for a tokenizer; PipelineError if it has no FIM tokens."""
+    """Return the builder of fill-in-the-middle (FIM) prompts for a tokenizer.
+
+    Raise PipelineError if the tokenizer has no FIM tokens.
+    """
     name, number = tokenizer.backend.id_to_token, tokenizer.backend.token_to_id
     known = lambda names: [token for each in names if (token := number(each)) is not None]
     family = next((names for names in FAMILIES if all(number(each) is not None for each in names if each)), ("", "", ""))
@@ -152,12 +164,14 @@ def fim_of(tokenizer: Tokenizer) -> Fim:
 
 
 class LineStops(StopStrings):
-    """Stop strings with two more rules, which end a text at a line break.
+    """A filter that ends a generated text at a stop string, or at a line break by two more rules.
 
     Args:
+        strings: the stop strings; the text ends before the first of them.
         indent: the text ends before a line that starts with fewer than `indent` spaces and tabs.
             The first line and blank lines don't count.
-        seconds: the text ends at the first line break after this time; None for no limit.
+        seconds: time from the first piece of text on, after which the text ends at the next line
+            break; None for no limit.
     """
 
     def __init__(self, strings: Collection[str], indent: int = 0, seconds: float | None = None):

@@ -33,7 +33,11 @@ Prompt = str | Collection[int] | Sequence[Mapping[str, Any]]
 def encode_prompt(
     prompt: Any, tokenizer: Tokenizer | None, vocab: int, template_args: Mapping[str, Any] = {}
 ) -> Collection[int]:
-    """Return the token ids of a prompt; PipelineError if it is not valid for this model."""
+    """Return the token ids of a prompt; raise PipelineError if it is not valid for this model.
+
+    prompt: text, chat messages or token ids; without a tokenizer, only token ids. vocab: number of
+    tokens in the model's vocabulary. template_args: variables for the chat template.
+    """
     if tokenizer and isinstance(prompt, str):
         return tokenizer.encode(prompt)
     if tokenizer and is_messages(prompt):
@@ -49,9 +53,11 @@ def encode_prompt(
 
 
 def encode_question(text: str, tokenizer: Tokenizer, system: str | None, raw: bool) -> list[int]:
-    """Return the token ids of a user's text.
+    """Return the token ids of a user's text, rendered by the chat template.
 
-    The text is put into the chat template, unless `raw` is true or there is no template.
+    system: the system message, or None. raw: whether to encode only the text, without the chat
+    template; this is also done if the model has none. Raise PipelineError if there is a system
+    message, but the template is not used.
     """
     if raw or tokenizer.chat_template is None:
         if system:
@@ -66,30 +72,34 @@ def is_messages(prompt: Any) -> bool:
 
 
 def is_prompt(value: Any) -> bool:
-    """Return whether `value` is one prompt, and not a list of prompts."""
+    """Return whether `value` is one prompt, and not a list of prompts.
+
+    One prompt is a str, a list of token ids, or a list of chat messages.
+    """
     ids = isinstance(value, Collection) and bool(len(value)) and all(isinstance(token, Integral) for token in value)
     return isinstance(value, str) or ids or is_messages(value)
 
 
 class Stream(Iterator[str]):
-    """An iterator over pieces of text, which never end inside a character or a stop string.
+    """An iterator over the pieces of a text that an engine generates for one request.
 
-    Without a tokenizer, the pieces are token ids. The model runs only while the caller waits for
-    a piece, and the times count only this waiting.
+    A piece never ends inside a character or a stop string. Without a tokenizer, each piece is a
+    token id, written as text. The model runs only while the caller waits for a piece, and the times
+    count only this waiting.
 
     Attributes:
-        tokens: ids generated so far.
-        finish_reason: None before the end.
-        repeated: whether a repetition loop ended the text.
-        steps: number of tokens after the first.
-        prefill_seconds: time to the first token.
-        decode_seconds: time of all later tokens.
+        tokens: ids of the tokens generated so far.
+        finish_reason: why the text ended, such as "stop" or "length"; None before the end.
+        repeated: whether the text was ended because it went on repeating itself.
+        steps: number of generated tokens, not counting the first.
+        prefill_seconds: time until the first token was generated.
+        decode_seconds: time to generate all later tokens.
     """
 
     def __init__(self, engine: Engine, request: Request, *, reasoning: bool = False):
-        """Create a stream, which submits the request at the first read.
+        """Create a stream, which submits the request when it is first read.
 
-        reasoning: whether to yield the model's reasoning too, as `Reasoning`.
+        reasoning: whether to yield the model's reasoning too, in pieces of type `Reasoning`.
         """
         self.request, self._engine, self._reasoning = request, engine, reasoning
         self._events = engine.stream()
@@ -104,7 +114,10 @@ class Stream(Iterator[str]):
         return self._pieces.popleft()
 
     def read(self) -> list[Event]:
-        """Return the next events, [] after the end; raise the error of a request that failed."""
+        """Wait for the next events of the request and return them; return [] after the end.
+
+        If the request failed, raise its error.
+        """
         start = time.monotonic()
         if not self._start:
             self._start = start
@@ -170,9 +183,14 @@ class Stream(Iterator[str]):
 
 @dataclass(frozen=True)
 class Result:
-    """The text that was generated for a prompt, or the error if the prompt could not run.
+    """The text that was generated for one of several prompts, or the error of a prompt.
 
-    text: None without a tokenizer. finish_reason: "stop", "length", "context", or "error".
+    Attributes:
+        index: index of the prompt.
+        tokens: ids of the generated tokens.
+        text: the generated text; None without a tokenizer.
+        finish_reason: "stop", "length", "context" (the context is full), or "error".
+        error: why the prompt could not run, or None.
     """
 
     index: int
@@ -187,10 +205,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Scored:
-    """The tokens of a text and their `logprobs`, f64 [tokens], with NaN for the first token.
+    """The tokens of a text and their log-probabilities.
 
-    `top`: for each token after the first, (id, log-probability) of the most probable tokens at its
-    position.
+    tokens: the token ids. logprobs: f64 [tokens], with NaN for the first token, which has no
+    log-probability. top: for each token after the first, (id, log-probability) of the most probable
+    tokens at its position.
     """
 
     tokens: list[int]
@@ -204,11 +223,13 @@ class Scored:
 
 
 def generate_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> Generator[Result]:
-    """Yield each prompt's result when it is complete; an invalid prompt's result has an error.
+    """Yield the result of each prompt as soon as it is complete.
 
-    make_request: converts a prompt to a request, or raises PipelineError. Prompts are taken one by
-    one, each when the engine has a free slot (the KV cache of one sequence). The model runs only
-    while the caller waits for a result. Closing the iterator cancels unfinished prompts.
+    make_request: converts a prompt to a request. If it raises PipelineError, the prompt's result
+    contains this error.
+
+    The next prompt is taken from `prompts` when the engine has a free KV cache for it. The model
+    runs only while the caller waits for a result. Closing the iterator cancels unfinished prompts.
     """
     waiting, stream = enumerate(prompts), engine.stream()
     running: dict[Request, tuple[int, list[str]]] = {}
@@ -240,10 +261,10 @@ def generate_many(engine: Engine, prompts: Iterable[Prompt], make_request: Calla
 
 
 def score_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> list[Scored]:
-    """Return the log-probabilities of each prompt's tokens; raise the error of an invalid prompt.
+    """Return the log-probabilities of each prompt's tokens, in the order of the prompts.
 
     make_request: converts a prompt to a request that has `prompt_logprobs` set and generates no
-    tokens.
+    tokens. If a prompt is invalid, raise its error.
     """
     requests: list[Request] = []
 
@@ -264,7 +285,11 @@ def score_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable
 
 
 def open_draft(bundle: Bundle | Path | str, target: Bundle, threads: int | None = None) -> Draft:
-    """Return `bundle` opened as a draft model for `target`; PipelineError if it cannot be one."""
+    """Open a draft model, which proposes tokens to the model `target` in speculative decoding.
+
+    bundle: the draft model. threads: number of CPU threads, or None for the default. Raise
+    PipelineError if `bundle` cannot be a draft model for `target`.
+    """
     bundle = open_bundle(bundle)
     check_draft(bundle, target)
     return Draft(Session(bundle, threads), target.manifest.vocab)

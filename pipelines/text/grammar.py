@@ -31,9 +31,12 @@ PRECEDING = ("\n", "=")
 class GrammarConstraint:
     """A constraint that makes a generated text match a grammar, except for reasoning at its start.
 
-    matcher: an llguidance matcher that only this constraint uses. marks: (start mark, end mark)
-    pairs of reasoning, such as <think> and </think>. prompt: the text before the generated text; if
-    it ends in a start mark, the generated text starts with reasoning.
+    Args:
+        matcher: an llguidance matcher that only this constraint uses.
+        grammars: the compiler that compiled the grammar.
+        marks: pairs of texts that enclose reasoning, such as ("<think>", "</think>").
+        prompt: the text before the generated text. If it ends in the first text of a pair, the
+            generated text starts with reasoning.
     """
 
     def __init__(self, matcher, grammars: Grammars, marks: Marks = (), prompt: str = ""):
@@ -85,9 +88,10 @@ class GrammarConstraint:
         return np.where(self.mask(len(logits)), logits, np.float32(-np.inf))
 
     def accept(self, token: int) -> None:
-        """Append a generated token.
+        """Append a generated token to the text that must match the grammar.
 
-        Raises ConstraintError if the grammar does not allow it, or if the check exceeds a limit.
+        Raise ConstraintError if the grammar does not allow the token, or if the check exceeds a
+        limit.
         """
         if self._ends:
             self._accept_reasoning(token)
@@ -142,10 +146,10 @@ class GrammarError(PipelineError):
 
 
 class Grammar:
-    """A compiled grammar, from which each generated text gets a constraint of its own.
+    """A compiled grammar; its method `constraint` applies it to one generated text.
 
-    calls: whether it is a grammar for tool calls. nbytes: estimated memory of one constraint, in
-    bytes.
+    calls: whether the grammar describes tool calls. nbytes: estimated memory in bytes that the
+    constraint of one text takes.
     """
 
     def __init__(self, grammars: Grammars, matcher, nbytes: int, calls: bool):
@@ -154,16 +158,20 @@ class Grammar:
     def constraint(self, marks: Marks = (), prompt: str = "") -> GrammarConstraint:
         """Return a new constraint that makes one generated text match this grammar.
 
-        marks: (start mark, end mark) pairs that enclose reasoning; the grammar does not apply to
-        reasoning. prompt: the text before the generated text, which may end in a start mark.
+        marks: pairs of texts that enclose reasoning, such as ("<think>", "</think>"). The grammar
+        does not apply to reasoning. prompt: the text before the generated text. If it ends in the
+        first text of a pair, the generated text starts with reasoning.
         """
         return GrammarConstraint(self._matcher.deep_copy(), self._grammars, marks, prompt)
 
 
 class Grammars:
-    """A compiler of grammars for one tokenizer, whose vocabulary is the bytes of every token.
+    """A compiler of grammars for the vocabulary of one tokenizer.
 
-    Each grammar is first compiled in a child process, because llguidance may crash.
+    A child process compiles each grammar first, because llguidance may crash.
+
+    backend: a `tokenizers.Tokenizer`. vocabulary: the bytes of each token, by id. eos: ids of the
+    end tokens.
     """
 
     def __init__(self, backend, vocabulary: Sequence[bytes], eos: Sequence[int]):
@@ -200,11 +208,17 @@ class Grammars:
         self, *, json_schema: Mapping[str, Any] | bool | None = None, regex: str | None = None, grammar: str | None = None,
         tools: Mapping[str, Any] | None = None, compact_json: bool = False,
     ) -> Grammar:  # fmt: skip
-        """Return a compiled grammar for a complete text; exactly one definition must be given.
+        """Compile a grammar that a complete text has to match; give exactly one of the first four.
 
-        The definition is json_schema, regex, `grammar` (Lark or GBNF), or `tools`, the result of
-        `Tools.grammar` for tool calls. `compact_json`: whether JSON has no spaces. Raises
-        GrammarError, which names the unsupported keyword or the exceeded limit.
+        Args:
+            json_schema: a JSON schema.
+            regex: a regular expression.
+            grammar: a grammar in Lark or GBNF.
+            tools: a description of tool calls, as returned by `Tools.grammar`.
+            compact_json: whether JSON is written without spaces.
+
+        Raises:
+            GrammarError: the grammar has an unsupported keyword, or exceeds a limit.
         """
         given = {"json_schema": json_schema, "regex": regex, "grammar": grammar, "tools": tools}
         kinds = [kind for kind, value in given.items() if value is not None]
@@ -229,7 +243,7 @@ class Grammars:
         return Grammar(self, matcher, BASE_BYTES + BYTES_EACH * len(definition), calls=kind == "tools")
 
     async def compile_async(self, **given: Any) -> Grammar:
-        """Run `compile` in another thread.
+        """Run `compile` in another thread; given: the arguments of `compile`.
 
         Most of the work is done in a child process, which is killed if the coroutine is cancelled.
         """

@@ -1,8 +1,8 @@
-"""Convert grammars to llguidance's format, and compile each once to test it, in a child process.
+"""Convert grammars to llguidance's format, and compile each of them for a test.
 
-A grammar of tool calls is built in llguidance's dialect of Lark, from a `ToolFormat`. The child
-process protects the server, because llguidance overflows its stack, or takes minutes, for some
-grammars of a few kilobytes.
+This is first done in a child process, to protect the server: for some grammars of a few kilobytes,
+llguidance overflows its stack or takes minutes. A grammar of tool calls is written in llguidance's
+dialect of Lark; the model's `ToolFormat` describes how the model writes calls.
 """
 
 from __future__ import annotations
@@ -133,12 +133,16 @@ def start(tokens: Sequence[str], *more: Any) -> None:
 
 
 def compile_definition(kind: str, value: str, compact: bool) -> str:
-    """Return a grammar in llguidance's format; value: the grammar's definition as JSON text."""
+    """Call `compile` of this process's `Compiler`; value: the definition, as JSON text."""
     return _compiler.compile(kind, json.loads(value), compact)
 
 
 def make_index(tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[int], encode: Callable[[str], list[int]]) -> Any:
-    """Return llguidance's index of a vocabulary; encode: returns the token ids of a text."""
+    """Return llguidance's `LLTokenizer` for a vocabulary.
+
+    tokens: the bytes of each token, by id. special, eos: ids of the special tokens and of the end
+    tokens. encode: returns the token ids of a text.
+    """
 
     class Source:
         eos_token_id, bos_token_id = eos[0], None
@@ -193,9 +197,10 @@ def without_noops(schema: Any) -> Any:
 
 
 def json_options(compact: bool) -> dict[str, Any]:
-    """Return llguidance's options for JSON.
+    """Return llguidance's options for the white space in JSON.
 
-    They fix the white space, because a model could otherwise generate white space endlessly.
+    compact: whether to write no spaces; otherwise, one space follows each comma and colon. Other
+    white space is not allowed, because a model could generate it endlessly.
     """
     # Models are trained on ", " and ": ", and answer less accurately in compact JSON.
     item, key = (",", ":") if compact else (", ", ": ")
@@ -212,7 +217,11 @@ def _message(kind: str, error: str) -> str:
 
 
 class ToolGrammar:
-    """A builder of a Lark grammar for tool calls; special: ids of special tokens by text."""
+    """A builder of a Lark grammar for tool calls.
+
+    form: the format in which the model writes calls. special: ids of special tokens by their text.
+    options: llguidance's options for JSON.
+    """
 
     def __init__(self, form: ToolFormat, special: Mapping[str, int], options: Mapping[str, Any]):
         self.form, self.special, self.options = form, special, options
@@ -228,10 +237,10 @@ class ToolGrammar:
         Args:
             schemas: JSON schemas of the functions' parameters, by function name.
             parallel: whether several calls are allowed.
-            answer: a JSON schema. If given, JSON that matches the schema is allowed instead of a
-                call.
-            free: whether other text is allowed around calls; if so, the format must have a start
-                mark.
+            answer: a JSON schema, or None. If given, the text may be JSON that matches this schema
+                instead of a call.
+            free: whether other text is allowed around or instead of calls. If so, calls must start
+                with a fixed text such as "<tool_call>".
 
         Raises:
             PipelineError: a schema cannot be enforced, because the format does not write arguments
@@ -253,11 +262,10 @@ class ToolGrammar:
         return "\n".join(["%llguidance {}", f"start: {text}", *self.rules, "ID: /[0-9A-Za-z]{1,9}/", ""])
 
     def _call(self, name: str, schema: Any) -> str:
-        """Return the Lark expression for a call of the function `name`, starting at its name.
+        """Return the Lark expression for a call of the function `name`.
 
-        schema: JSON schema of the function's parameters. The expression also includes the text
-        before the name in Harmony, the format of gpt-oss, and if the answer may be JSON instead of
-        a call.
+        schema: JSON schema of the function's parameters. The expression starts at the name. For
+        some formats, it also includes the text before the name.
         """
         form = self.form
         if form.style == "harmony":
@@ -270,10 +278,11 @@ class ToolGrammar:
         return f"{self.mark(name + form.head)} {write(name, schema)} {self.mark(form.end)}"
 
     def _lexemes(self, text: str) -> str:
-        """Return a sequence of Lark strings that matches `text`, a part of a tool call in JSON.
+        """Return Lark strings, separated by spaces, that match a part of a tool call in JSON.
 
-        text: such as '{"name": "f", "arguments": '. Each string, bracket and separator of the JSON
-        becomes one Lark string. The white space is that of `options`, not that of `text`.
+        text: this part, such as '{"name": "f", "arguments": '. Each string, bracket and separator
+        of the JSON becomes one Lark string. White space in `text` is replaced by that of
+        `self.options`.
         """
         spaced = {",": self.options["item_separator"], ":": self.options["key_separator"]}
         return " ".join(quoted(spaced.get(part, part)) for part in re.findall(r'"[^"]*"|[{}\[\],:]', text))
@@ -281,8 +290,8 @@ class ToolGrammar:
     def mark(self, text: str) -> str:
         """Return the Lark expression for a fixed text of a tool call, such as "<tool_call>".
 
-        A special token in `text` is matched as one token. The placeholder `ID` matches any
-        identifier.
+        A special token in `text` is matched as one token. The placeholder `ID` in `text` matches
+        any identifier.
         """
         write = lambda part: "ID" if part == ID else f"<[{self.special[part]}]>" if part in self.special else quoted(part)
         return " ".join(map(write, self._parts(text)))
@@ -352,7 +361,11 @@ class ToolGrammar:
         raise self._refusal(name)
 
     def _string(self, name: str, schema: Mapping[str, Any], end: str) -> str:
-        """Return the Lark expression for an unquoted string and the text `end` after it."""
+        """Return the Lark expression for a string without quotes, followed by the text `end`.
+
+        name: the function's name, for error messages. schema: the JSON schema of the string, which
+        may list the allowed strings.
+        """
         known = schema.keys() - UNENFORCED - {"type"}
         if not known:
             return self._until(end)
@@ -361,12 +374,16 @@ class ToolGrammar:
         raise self._refusal(name)
 
     def _members(self, name: str, schema: Any, write: Callable[[str, Any], str], between: str) -> str:
-        """Add Lark rules for an object's properties, in the schema's order; return the main rule.
+        """Add Lark rules for the properties of an object; return the name of the main rule.
 
-        name: the function's name, for error messages. schema: JSON schema of the object. write:
-        called with (key, schema of the value), returns a Lark expression for the property. between:
-        text between properties. Optional properties may be left out. The result is the name of a
-        rule.
+        The rules match the properties in the schema's order; optional ones may be left out.
+
+        Args:
+            name: the function's name, for error messages.
+            schema: JSON schema of the object.
+            write: called with a property's key and the schema of its value; returns the Lark
+                expression for the property.
+            between: the text between two properties.
         """
         if schema.keys() - UNENFORCED - {"type", "properties", "required", "additionalProperties"}:
             raise self._refusal(name)

@@ -17,7 +17,11 @@ class Reasoning(str):
 
 
 def marks_of(template: str, tokens: Iterable[str]) -> Marks:
-    """Return the (start, end) marks of reasoning that are in a template or in `tokens`."""
+    """Return pairs of texts that enclose a model's reasoning, such as ("<think>", "</think>").
+
+    template: the chat template. tokens: texts of tokens. The second text of each pair is found in
+    one of these, and the first text is derived from it.
+    """
     ends = dict.fromkeys([*_END.findall(template), *(token for token in tokens if _END.fullmatch(token))])
     return tuple((_start_of(end), end) for end in ends)
 
@@ -27,15 +31,21 @@ def _start_of(end: str) -> str:
 
 
 class ReasoningSplitter:
-    """A streaming splitter of a text into reasoning at its start and the answer.
+    """Splits streamed text into reasoning at its start and the answer after it.
 
-    Its methods return pieces of the text (`Reasoning` or str) as soon as their type is certain.
-    Text that may be part of a mark is held back, and so is white space that a mark may follow.
-    Marks inside the answer are part of the answer.
+    Reasoning is enclosed by two texts, the start mark and the end mark, such as <think> and
+    </think>. `add` and `finish` return pieces of text: reasoning as `Reasoning`, the answer as str.
+    A piece is held back while it may be the start of a mark, or white space before a mark. A mark
+    inside the answer is part of the answer.
     """
 
     def __init__(self, marks: Marks, prompt: str = ""):
-        """Start a new text after `prompt`, which may end in a start mark of reasoning."""
+        """Start a new text.
+
+        marks: pairs of texts that enclose reasoning, such as ("<think>", "</think>"). prompt: the
+        text before the new text. If it ends in the first text of a pair, the new text starts with
+        reasoning.
+        """
         self.marks = marks
         # End marks of the reasoning in progress. A start mark is recognised only before the first word.
         self._ends = tuple(end for start, end in marks if prompt.rstrip().endswith(start))
@@ -46,7 +56,7 @@ class ReasoningSplitter:
 
     @property
     def end(self) -> str:
-        """The end mark of the reasoning in progress, or "" outside reasoning."""
+        """The text that will end the reasoning, such as "</think>"; "" outside reasoning."""
         return next(iter(self._ends), "") if self.reasoning else ""
 
     def add(self, more: str) -> list[str]:
@@ -93,8 +103,9 @@ class ReasoningSplitter:
 def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tuple[str, str, str]:
     """Split `text` at the first of `marks`; return (text before the mark, the mark, text after it).
 
-    Without a mark, return (text before the rest, "", rest). The rest is the end of `text` if it may
-    be the start of a mark, else "". `final`: whether no more text follows; then the rest is "".
+    If `text` contains no mark, its end may be the start of one. For the mark "<think>", "a<thi" is
+    split into ("a", "", "<thi"), and "abc" into ("abc", "", ""). final: whether no more text
+    follows; if so, the start of a mark at the end is normal text.
     """
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     start, mark = min(found, key=lambda one: one[0], default=(len(text), ""))
@@ -106,9 +117,9 @@ def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tup
 
 
 def _prefix_start(text: str, mark: str) -> int:
-    """Return the index in `text` at which an incomplete `mark` starts; len(text) if there is none.
+    """Return the index at which `text` ends in the start of `mark`; len(text) if it does not.
 
-    Only an incomplete mark at the end of `text` counts. For "a<thi" and "<think>", the result is 1.
+    For the text "a<thi" and the mark "<think>", the result is 1.
     """
     starts = range(max(0, len(text) - len(mark) + 1), len(text))
     return next((start for start in starts if mark.startswith(text[start:])), len(text))

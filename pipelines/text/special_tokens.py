@@ -1,11 +1,11 @@
-"""Encode messages safely: the text of a special token in a message stays plain text.
+"""Encode chat messages so that the text of a special token in a message stays plain text.
 
-Otherwise a message could start or end a turn with a text such as `<|im_end|>`. The text of a
-special token is called its spelling.
+Otherwise a message with a text such as `<|im_end|>` could end a turn. The text of a special token
+is called its spelling.
 
-Before the template renders a message, a break is inserted into each spelling: a character that no
-message contains. In the rendered text, only a spelling without a break is a special token. This
-also holds if the template cuts, joins or quotes messages.
+Before the chat template renders the messages, a break character is inserted into each spelling in
+them. No message contains this character. In the rendered text, only a spelling without a break is
+encoded as a special token. This also works if the template cuts, joins or quotes messages.
 """
 
 from __future__ import annotations
@@ -30,13 +30,20 @@ DEEPEST = 60
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer, and tokens such as <think> that its chat template uses."""
+    """The special tokens of a tokenizer, and tokens such as <think> that its chat template uses.
+
+    Their texts in chat messages must be encoded as plain text. To do this, call `broken` before the
+    chat template is rendered, and `sanitised` after it.
+    """
 
     def __init__(self, tokenizer: Any, template: str, answers: Collection[str] = ()):
         """Collect the tokens whose text in a message must be encoded as plain text.
 
-        template: the chat template. answers: tokens that mark reasoning, such as <think>. In an
-        assistant's message they stay tokens, because the template looks for them there.
+        Args:
+            tokenizer: a `tokenizers.Tokenizer`.
+            template: the chat template, or "".
+            answers: texts of tokens that models write in answers, such as <think>. In an
+                assistant's message they stay tokens, because the template looks for them there.
         """
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().values()
@@ -54,11 +61,18 @@ class SpecialTokens:
     def broken(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         """Insert a break character into the text of each special token in a template's variables.
 
-        So a message such as "<|im_end|>" cannot end a turn. A break is also inserted next to an
-        incomplete special token at either end of a string. given: the variables, including the
-        messages. Returns (changed variables, break character); the break character occurs in no
-        message, and is "" if no break is needed. Raises PipelineError for values that nest too
-        deep.
+        So a message such as "<|im_end|>" cannot end a turn. A string may also start or end with a
+        part of such a text, which the template could complete; it gets a break there too.
+
+        Args:
+            given: the template's variables, including the messages.
+
+        Returns:
+            The changed variables, and the break character. No message contains this character. It
+            is "" if no break is needed.
+
+        Raises:
+            PipelineError: the values nest too deep, or contain all possible break characters.
         """
         try:
             strings = list(strings_of(given))
@@ -78,10 +92,10 @@ class SpecialTokens:
     def sanitised(self, text: str, mark: str) -> tuple[Any, str]:
         """Return (tokenizer, text) with which special tokens from messages become plain text.
 
-        text: the rendered chat template; it is returned without break characters. mark: the break
-        character that `broken` inserted into the messages. The text of a special token becomes
-        plain text if it had a break in it, or if it arises only in normalisation, for example from
-        full-width letters.
+        text: the rendered chat template; the returned text has no break characters. mark: the break
+        character that `broken` inserted into the messages, or "". The text of a special token stays
+        plain text if it had a break in it. So does a text that only the tokenizer's normalisation
+        turns into a special token, such as one in full-width letters.
         """
         if not mark and not self._normalised:
             return self._tokenizer, text
@@ -131,7 +145,7 @@ class SpecialTokens:
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """By each special token's text: the random text that it has in the tokenizer `_plain`.
+        """A dictionary from the text of each special token to a random text, used in `_plain`.
 
         No message can contain a random text, because it is secret.
         """
@@ -140,9 +154,9 @@ class SpecialTokens:
 
     @cached_property
     def _plain(self) -> Any:
-        """A copy of the tokenizer in which special tokens have the random texts of `_names`.
+        """A copy of the tokenizer in which the random texts of `_names` are the special tokens.
 
-        It encodes their original texts, such as "<|im_end|>", as plain text.
+        It encodes the original texts of special tokens, such as "<|im_end|>", as plain text.
         """
         from tokenizers import Tokenizer
 
@@ -179,9 +193,9 @@ class Spellings:
     def breaks(self, text: str) -> list[int]:
         """Return the indices in `text` at which to insert break characters, in ascending order.
 
-        A break in the text of a special token makes it plain text. The indices are after the first
-        character of each special token, and next to an incomplete special token at either end of
-        `text`, which a text of the chat template may complete.
+        A break inside the text of a special token makes it plain text; it comes after the first
+        character. If `text` starts or ends with only a part of such a text, a break is put next to
+        this part, because the chat template could add the missing part.
         """
         low = text.lower()
         if len(low) != len(text):
@@ -204,9 +218,10 @@ def _is_bracketed(word: str) -> bool:
 
 
 def _any_of(words: Collection[str], depth: int = 0) -> str:
-    """Return a regular expression for the longest of `words` at a position.
+    """Return a regular expression that matches the longest of `words` at a position.
 
-    Common prefixes are written once, so that a match reads each character only once.
+    Common prefixes are written once, so that a match reads each character only once. depth: depth
+    of the recursion.
     """
     if len(words) == 1 or depth == DEEPEST:
         return f"(?:{'|'.join(map(re.escape, sorted(words, key=len, reverse=True)))})"

@@ -37,7 +37,11 @@ class TextToken(Token):
 
 @dataclass(frozen=True)
 class Delta(Event):
-    """An event with new text: answer, reasoning, parts of tool calls, and their tokens."""
+    """An event with newly generated text.
+
+    text: new text of the answer. tokens: the tokens of all text in this event. reasoning: new text
+    of the reasoning. calls: new parts of tool calls.
+    """
 
     text: str = ""
     tokens: tuple[TextToken, ...] = ()
@@ -53,13 +57,18 @@ class Delta(Event):
 
 
 class ReasoningBudget:
-    """A constraint that forces the end mark of reasoning after a number of reasoning tokens.
+    """A constraint that ends a model's reasoning after a max number of tokens.
 
-    `inner`: another constraint, which applies before the budget is used up and after the end mark.
+    It then forces the model to write the text that ends reasoning, such as </think>. `inner`:
+    another constraint, which applies at all other times, or None.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Collection[int], budget: int, inner: Constraint | None = None):
-        """Limit the reasoning in the text after `prompt` to `budget` tokens."""
+        """Limit the reasoning in the text after `prompt` to `budget` tokens.
+
+        prompt: token ids. inner: another constraint, which applies except while the end of
+        reasoning is forced.
+        """
         is_harmony = tokenizer.tool_format.style == "harmony"
         marks = HARMONY if is_harmony else tokenizer.marks
         # Tokens may end inside a character, so the splitter gets bytes, one character for each byte.
@@ -148,7 +157,7 @@ class StopStrings:
         return self.met is not None
 
     def add(self, more: str, final: bool = False) -> str:
-        """Append `more`; return the new text that cannot be part of a stop string.
+        """Append `more`; return the text that now certainly is not part of a stop string.
 
         final: whether no more text follows.
         """
@@ -160,11 +169,19 @@ class StopStrings:
 
 
 class TextOutput:
-    """An `Output` that converts the tokens of a request to events with text (`Delta`).
+    """Converts the tokens of a request to events with text (`Delta`), while they are generated.
 
-    Text is sent as soon as it is final. `reasoning`: whether to separate reasoning from the answer.
-    `tools`: functions whose calls are separated from the answer, or None. `self.reasoning_tokens`:
-    number of tokens of reasoning.
+    Text is sent as soon as later tokens can no longer change it.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        prompt: token ids of the prompt, which may end in the text that starts reasoning.
+        stop_strings: the text ends before the first of these strings.
+        reasoning: whether to separate reasoning from the answer.
+        tools: the functions whose calls are separated from the answer, or None.
+
+    Attributes:
+        reasoning_tokens: number of tokens of reasoning so far.
     """
 
     def __init__(
@@ -189,7 +206,7 @@ class TextOutput:
 
     @property
     def stopped(self) -> bool:
-        """Whether to stop: a stop string was found, or the only allowed tool call is complete."""
+        """Whether generation must stop: at a stop string, or after the only allowed tool call."""
         return self._stops.stopped or bool(self._calls and self._calls.full)
 
     def add(self, token: Token) -> list[Event]:
@@ -207,7 +224,7 @@ class TextOutput:
         self._pending.append(TextToken(token.id, token.logprob, token.top, self._decoded))
 
     def _release(self, text: str, rest: bool = False) -> list[Event]:
-        """Append decoded text; return events with the text that later text can no longer change.
+        """Append decoded text; return events with the text that can no longer change.
 
         rest: whether no more text follows.
         """
@@ -254,15 +271,20 @@ def text_request(
     reasoning: bool = False, grammar: Grammar | None = None, tools: Tools | None = None,
     constraint: Constraint | None = None, reasoning_budget: int | None = None, **options: Any,
 ) -> Request:  # fmt: skip
-    """Return an engine request that reports text as `Delta` events, or tokens without a tokenizer.
+    """Return an engine request that reports the generated text in `Delta` events.
+
+    Without a tokenizer, the request reports only token ids.
 
     Args:
+        prompt: token ids.
+        context: max tokens of prompt and answer together.
         stop_strings: the text ends before the first of these strings.
         reasoning: whether to report reasoning separately from the answer.
-        grammar: grammar of the answer; with `reasoning`, it starts after the reasoning.
-        tools: functions whose calls are reported separately from the answer.
+        grammar: the grammar that the answer must match. The reasoning before the answer need not
+            match it; if `reasoning` is false, the text has no reasoning.
+        tools: the functions whose calls are reported separately from the answer.
         constraint: decides which tokens may come next; ignored if `grammar` is given.
-        reasoning_budget: max tokens of reasoning, None for no limit.
+        reasoning_budget: max tokens of reasoning; None for no limit.
         options: other arguments of `Request`.
 
     Raises:

@@ -34,7 +34,10 @@ PROMPT_END = 16
 
 
 def check_utf8(text: str, name: str = "the prompt") -> str:
-    """Return `text`; PipelineError if it has lone surrogates, which UTF-8 cannot encode."""
+    """Return `text`; raise PipelineError if it has lone surrogates, which UTF-8 cannot encode.
+
+    name: what the error message calls the text.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -57,7 +60,10 @@ def tokenizer_errors() -> Iterator[None]:
 def encode_text(
     backend: tokenizers.Tokenizer, text: str, second: str | None = None, add_special_tokens: bool = True
 ) -> tokenizers.Encoding:
-    """Return the encoding of a text, or of a pair of texts; PipelineError if the library fails."""
+    """Return the encoding of `text`, or of the pair of `text` and `second`.
+
+    backend: a tokenizer of HF's library tokenizers. Raise PipelineError if the library fails.
+    """
     with tokenizer_errors():
         if len(text) > LONG and second is None:
             # The library releases the GIL in `encode_batch`, but not in `encode`.
@@ -70,14 +76,17 @@ class Tokenizer:
 
     Args:
         backend: a `tokenizers.Tokenizer` of HF's library.
+        chat_template: source of the Jinja template, or None.
+        bos: id of the token at the start of a text, or None.
+        eos: ids of the tokens that end a text or a turn.
         template_args: default values of the template's variables; PipelineError for unknown ones.
         vocab: number of tokens of the model; by default the number of tokens of `backend`.
         tool_format: format in which the model writes tool calls. If it is None, messages describe
-            the tools as text and ask the model for calls in the format `HERMES`.
+            the tools as text and ask for calls in the format of the Hermes models.
         parse_special: whether the text of a special token in a message, such as <|im_end|>, becomes
             this token; by default, it is encoded as plain text.
-        fim: ids of fill-in-the-middle tokens by llama.cpp's name of their role, such as "pre". A
-            token whose role is missing is found by its text.
+        fim: ids of fill-in-the-middle tokens, by llama.cpp's names: "pre", "suf", "mid" and others.
+            If a name is missing, the token is searched for by its text.
     """
 
     def __init__(
@@ -107,9 +116,9 @@ class Tokenizer:
         return encode_text(self.backend, check_utf8(text), add_special_tokens=add_special_tokens).ids
 
     def offsets(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the index in a prompt's text of the first character of each of its tokens.
+        """Return the index of each token's first character in the text of a prompt.
 
-        If `prompt` is a list of token ids, its text is the decoded ids.
+        prompt: a text, or token ids; the text of ids is what they decode to.
         """
         found, end = [], 0
         if not isinstance(prompt, str):
@@ -148,11 +157,10 @@ class Tokenizer:
         return self._encode_rendered(text, mark)
 
     def _render_broken(self, messages: Sequence[Mapping], variables: Mapping) -> tuple[str, str]:
-        """Render a conversation so that a special token's text in a message can stay plain text.
+        """Render the chat template, with a break character in special tokens' texts from messages.
 
-        Return (rendered text, break character). The break character is in no message; the rendered
-        text has it inside each special token's text that comes from a message. It is "" if there is
-        no such text.
+        The break keeps such a text from being encoded as a special token. Return (rendered text,
+        break character). No message contains the break character; it is "" if no break is needed.
         """
         given, mark = {"messages": list(messages), **self.template_args, **variables}, ""
         if self.chat_template is not None and not self.parse_special:
@@ -196,18 +204,19 @@ class Tokenizer:
         return SpecialTokens(self.backend, self.chat_template or "", answers)
 
     def end_of(self, prompt: Iterable[int]) -> str:
-        """Return the text of a prompt's last few tokens (`PROMPT_END`), special tokens included.
+        """Return the text of a prompt's last `PROMPT_END` tokens, including special tokens.
 
-        It shows whether the prompt ends in a mark such as <think>, which starts reasoning.
+        It shows whether the prompt ends in a text that starts reasoning, such as <think>.
         """
         with tokenizer_errors():
             return self.backend.decode([*prompt][-PROMPT_END:], skip_special_tokens=False)
 
     @property
     def answer_marks(self) -> Marks:
-        """The (start mark, end mark) of texts that may come before an answer, such as reasoning.
+        """Pairs of texts that enclose what may come before an answer, such as reasoning.
 
-        A grammar for the answer does not restrict the text between these marks.
+        For example, ("<think>", "</think>"). A grammar for the answer does not restrict what is
+        between the two texts of a pair.
         """
         return (("", "<|channel|>final<|message|>"),) if self.tool_format.style == "harmony" else self.marks
 
@@ -250,7 +259,10 @@ class Tokenizer:
 def load_tokenizer(
     bundle: Bundle | Path | str, template_args: Mapping[str, object] | None = None, parse_special: bool = False
 ) -> Tokenizer:
-    """Return the tokenizer of a bundle; PipelineError if the bundle has no valid tokenizer."""
+    """Return the tokenizer of a bundle; raise PipelineError if the bundle has no valid tokenizer.
+
+    template_args, parse_special: see `Tokenizer`.
+    """
     bundle = open_bundle(bundle)
     if bundle.tokenizer is None:
         raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none; give token ids with --tokens")
@@ -324,12 +336,12 @@ class TokenBytes:
         return name.replace("\u2581", " ").encode()
 
     def text(self, token: int) -> str:
-        """Return the text of a token, with U+FFFD where it ends inside a character."""
+        """Return the text of a token, with U+FFFD in place of an incomplete character."""
         return self(token).decode("utf-8", "replace")
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the byte for which each printable character stands in GPT-2's byte-level tokenizer.
+    """Return a dictionary from each character in GPT-2's tokens to the byte that it represents.
 
     It is the inverse of `bytes_to_unicode` in GPT-2's and HF's code.
     """

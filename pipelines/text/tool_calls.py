@@ -40,8 +40,8 @@ Piece = str | CallPart
 class Tools:
     """The functions that a model may call, and the format in which it writes calls.
 
-    `schemas`: JSON schemas of the functions' parameters, by function name. `single`: whether only
-    one call is allowed, after which the answer ends.
+    form: the format. schemas: JSON schemas of the functions' parameters, by function name. single:
+    whether only one call is allowed, after which the answer ends.
     """
 
     form: ToolFormat
@@ -63,7 +63,10 @@ class Tools:
 
 
 def read_calls(tools: Tools, text: str) -> list[Call]:
-    """Return the calls of a complete text as (name, arguments in JSON)."""
+    """Return the calls in a complete text, each as (function name, arguments in JSON).
+
+    tools: the functions, and the format of calls.
+    """
     reader = tools.reader()
     return joined([piece for piece in [*reader.add(text), *reader.finish()] if isinstance(piece, CallPart)])
 
@@ -71,9 +74,9 @@ def read_calls(tools: Tools, text: str) -> list[Call]:
 class Calls:
     """Splits an answer into text and tool calls while it is generated.
 
-    Text is returned as soon as it cannot be part of a call. JSON without the format's start mark,
-    such as <tool_call>, is a call too if its function is known and its arguments match the
-    function's schema.
+    Text is returned as soon as it cannot be part of a call. Models sometimes write a call as JSON
+    without the text that should start it, such as <tool_call>. This JSON is accepted as a call if
+    the function is known and the arguments match its schema.
     """
 
     def __init__(self, tools: Tools):
@@ -123,9 +126,9 @@ class Calls:
         return pieces
 
     def _step_text(self, pieces: list[Piece]) -> bool:
-        """Process pending text outside calls: move it to `pieces`, up to what may become a call.
+        """Process pending text outside calls: move it to `pieces`, but not what may start a call.
 
-        Return whether processing can go on: a call has started, or JSON without marks is complete.
+        Return whether to go on with the rest: a call has started, or JSON was processed.
         """
         start = self._bare_start()
         text = self._pending if start is None else self._pending[:start]
@@ -156,9 +159,10 @@ class Calls:
         return None
 
     def _step_bare(self, pieces: list[Piece]) -> bool:
-        """Process pending text that starts with JSON that may be a call without marks.
+        """Process pending text that starts with JSON, which may be a tool call.
 
-        Once the JSON is complete, move it to `pieces`, as calls or as text, and return True.
+        Models sometimes write a call without a text such as <tool_call> around it. If the JSON is
+        complete, move it to `pieces`, as calls or as text, and return True.
         """
         text = self._pending.lstrip()
         if not (start := BARE_CALL.match(text)):
@@ -183,10 +187,11 @@ class Calls:
         return True
 
     def _fitted(self, name: str, arguments: dict) -> dict:
-        """Return the arguments of a call of function `name`; ValueError if they are invalid.
+        """Return the arguments of a call of function `name`; raise ValueError if they are invalid.
 
         Arguments are invalid if the function is unknown, or if they do not match its JSON schema.
-        But if the tool format has no marks, any arguments of a known function are returned.
+        Some formats put no text such as <tool_call> before calls. Then the arguments of a known
+        function are returned even if they do not match.
         """
         found = self.calls.fitted(name, arguments)
         if found is None and not self.triggers and name in self.tools.schemas:
@@ -205,9 +210,9 @@ class Calls:
         self._may_start = True
 
     def _step_payload(self, pieces: list[Piece]) -> bool:
-        """Process pending text after the start mark of calls: move the calls to `pieces`.
+        """Process pending text inside tool calls: add the calls to `pieces`.
 
-        Return whether the end mark of the calls was found.
+        Return whether the text that ends the calls, such as </tool_call>, was found.
         """
         certain, end, self._pending = split_at_mark(self._pending, [self.close] if self.close else [])
         self._payload += certain + end
@@ -251,7 +256,7 @@ class _Json:
         self.depth, self.quote, self.escaped, self.complete = 0, "", False, False
 
     def take(self, text: str) -> str:
-        """Return the part of `text` that belongs to the JSON value, up to the value's end."""
+        """Read more text; return the part of it that belongs to the JSON value."""
         for at, letter in enumerate(text if not self.complete else ""):
             if self.quote:
                 if letter == self.quote and not self.escaped:

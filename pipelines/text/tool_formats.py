@@ -26,20 +26,22 @@ _MARKS = re.compile(r"(?:<[^<>\s]+>|\[[A-Z_/]+\])+\w*")
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """The format in which a model writes tool calls.
+    """The format in which a model writes tool calls: the fixed texts around names and arguments.
 
-    The text of calls is: `section_begin`, the calls separated by `separator`, `section_end`. A call
-    is: `begin`, the function's name, `head`, the arguments, `end`. The placeholder
-    `ID` in these texts stands for an identifier that the model chooses.
+    Calls are written as `section_begin`, the calls separated by `separator`, `section_end`. A call
+    is `begin`, the function's name, `head`, the arguments, `end`. The placeholder `ID` in these
+    texts stands for an identifier that the model chooses.
 
     Args:
-        style: format of arguments. "json": an object. "tags": keys and values between marks.
-            "python": keyword arguments. "gemma": JSON with `quote` around strings and without
-            quotes around keys. "harmony": the messages of gpt-oss; the other fields are unused.
-        key_begin: in tags, the text before a key.
-        key_end: in tags, the text between a key and its value, by the value's JSON type. A text
+        style: how the arguments are written. "json": as an object. "tags": as keys and values with
+            fixed texts around them. "python": as keyword arguments. "gemma": as JSON, but with
+            `quote` around strings and no quotes around keys. "harmony": in the messages of gpt-oss;
+            the other fields are unused.
+        key_begin: for "tags", the text before a key.
+        key_end: for "tags", the text between a key and its value, by the value's JSON type. A text
             that does not depend on the type has the key "".
-        value_end: in tags, the text after a value; the placeholder `KEY` in it stands for the key.
+        value_end: for "tags", the text after a value. The placeholder `KEY` in it stands for the
+            key.
     """
 
     style: str
@@ -56,7 +58,7 @@ class ToolFormat:
 
     @staticmethod
     def of(manifest: Manifest) -> ToolFormat | None:
-        """Return the tool format of a bundle; PipelineError for an invalid format."""
+        """Return the tool format of a bundle, or None; raise PipelineError if it is invalid."""
         try:
             form = from_json(ToolFormat | None, manifest.tool_format, "tool_format")
             if form and form.style not in STYLES:
@@ -70,13 +72,19 @@ class ToolFormat:
 
     @property
     def triggers(self) -> tuple[str, ...]:
-        """The texts that start calls; empty if a call is JSON without any text before it."""
+        """The texts that start calls, such as "<tool_call>".
+
+        Empty if a call is JSON without any text before it.
+        """
         found = (_trigger(text) for text in (self.section_begin + self.begin, self.begin))
         return tuple(dict.fromkeys(text for text in found if text))
 
     @property
     def close(self) -> str:
-        """The mark that ends calls; "" if calls end at the end of the text."""
+        """The text that ends calls, such as "</tool_call>".
+
+        It is "" if calls go on to the end of the generated text.
+        """
         return "".join((self.section_end if self.section_begin else self.end).lstrip(" \n]})").split()[-1:])
 
     @property
@@ -104,10 +112,11 @@ class ToolFormat:
 
 
 def _trigger(text: str) -> str:
-    """Return the fixed text that shows that a tool call starts, such as "<tool_call>".
+    """Return the fixed text by which the start of a tool call is recognised, such as "<tool_call>".
 
-    text: the text of a format before a function's name. The result is the mark or marks at its
-    start. If there are none, it is the text before the first JSON object or placeholder `ID`.
+    text: the text that a format puts before a function's name. If it starts with tags such as
+    <tool_call> or [TOOL_CALLS], these are returned. Otherwise, the result is the text before the
+    first JSON object or before `ID`, the placeholder for an identifier.
     """
     marks = _MARKS.match(text)
     return marks[0] if marks else re.split(rf"{ID}|(?<!\w)\[?\{{|\{{", text)[0].rstrip()
@@ -161,7 +170,10 @@ ReadCall = tuple[str, dict]
 
 
 class CallReader:
-    """A parser of tool calls in one format; schemas: JSON schemas of arguments, by function."""
+    """A parser of tool calls in one format.
+
+    form: the format. schemas: JSON schemas of the functions' parameters, by function name.
+    """
 
     def __init__(self, form: ToolFormat, schemas: Mapping[str, Any]):
         self.form, self.schemas = form, schemas
@@ -169,7 +181,7 @@ class CallReader:
     def read(self, payload: str) -> list[ReadCall]:
         """Return (function name, arguments) of each call in `payload`, the text of tool calls.
 
-        Raise ValueError if it has no valid call.
+        Raise ValueError if the text has no call or an invalid one.
         """
         styles = {"json": self._json, "python": self._python, "gemma": self._gemma, "tags": self._tags}
         try:
@@ -191,9 +203,9 @@ class CallReader:
     def argument(self) -> re.Pattern:
         """The pattern of an argument in style "tags", such as <parameter=KEY>VALUE</parameter>.
 
-        Its groups `key` and `value` contain the argument's name and value. Another group matches
-        the text between the two; it is named after the JSON type that this text stands for, or
-        `any`.
+        The groups `key` and `value` contain the argument's name and value. A third group matches
+        the text between them. The group's name is the JSON type of values after this text, such as
+        `string`, or `any`.
         """
         form = self.form
         # White space next to a value may belong to the value, so it is matched exactly.
@@ -205,11 +217,11 @@ class CallReader:
         return re.compile(f"(?s){begin}(?P<key>[^\\s<>]+?)(?:{ends})(?P<value>.*?){value_end}{follows}")
 
     def fitted(self, name: str, arguments: Any) -> dict | None:
-        """Return the arguments of a call of function `name`; None if they don't match its schema.
+        """Return the arguments of a call of function `name`; None if they don't match the schema.
 
-        Two frequent mistakes of small models are corrected. Null is left out if the parameter is
-        optional and cannot be null. A part of the schema that the model copied as an argument, such
-        as `"required": ["city"]`, is left out too.
+        Two frequent mistakes of small models are corrected. The value null is left out if the
+        parameter is optional and cannot be null. An argument that only repeats a part of the
+        schema, such as `"required": ["city"]`, is left out too.
         """
         schema = self.schemas.get(name)
         if schema is None or not isinstance(arguments, dict):
@@ -289,9 +301,10 @@ class CallReader:
 
 
 def read_bare(text: str) -> Iterator[ReadCall]:
-    """Yield the calls in a text without marks: JSON objects, Python literals, or lists of them.
+    """Yield (function name, arguments) of calls without tags such as <tool_call> around them.
 
-    The keys for name and arguments may be any of NAME_KEYS and ARGUMENT_KEYS.
+    The text contains JSON objects, Python literals, or lists of them. The key of the name is one of
+    NAME_KEYS, and the key of the arguments is one of ARGUMENT_KEYS.
     """
     decoder, at = json.JSONDecoder(), 0
     while found := re.compile(r"[\[{]").search(text, at):
@@ -338,19 +351,19 @@ def _object(value: Any) -> dict:
 
 
 def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
-    """Return `key_end` with only one JSON type for each distinct text.
+    """Remove entries of `key_end` whose text another entry has too, so that each text occurs once.
 
-    key_end: the field of `ToolFormat`, which maps JSON types to texts. If several types have the
-    same text, the first one is used. The text of "string" comes first in the result.
+    key_end: a dictionary from JSON types to texts, from `ToolFormat`. If several types have the
+    same text, the first type remains. The text of "string" comes first in the result.
     """
     found = dict.fromkeys(key_end[kind] for kind in sorted(key_end, key=lambda kind: kind != "string"))
     return {next(kind for kind, each in key_end.items() if each == text): text for text in found}
 
 
 def _lenient(text: str) -> str:
-    """Return a regular expression for `text` in which white space is optional or may differ.
+    """Return a regular expression that matches `text`, but ignores differences in white space.
 
-    The placeholder `ID` matches any identifier.
+    The placeholder `ID` in `text` matches any identifier.
     """
     pattern = ""
     for part in re.split(rf"(\s+|{ID}|[{{}}\[\],:])", text):
