@@ -41,9 +41,11 @@ _FILES = {"tuned": "tuned.json"}
 
 @dataclass(frozen=True)
 class Usage:
-    """The cached files of one kind: their number, total size and last use.
+    """The number, total size and last use of the cached files of one kind, such as "bundles".
 
-    kind: such as "bundles" (a key of `KINDS`). newest: the time of the last use, in Unix time.
+    kind: what the files contain; a key of `KINDS`.
+    bytes: total size of the files.
+    newest: Unix time at which one of the files was last used; None if there are no files.
     """
 
     kind: str
@@ -67,12 +69,19 @@ def cache_root() -> Path:
 
 
 def cache_path(kind: str) -> Path:
-    """Return the path of the folder or file of `kind` (a key of `KINDS`), which need not exist."""
+    """Return the path in the cache for one kind of data; it need not exist yet.
+
+    kind: a key of `KINDS`, such as "bundles".
+    """
     return cache_root() / _FILES.get(kind, kind)
 
 
 def cache_folder(kind: str) -> Path:
-    """Create and return the folder for `kind`, or a temporary one if the cache is not writable."""
+    """Create and return the cache's folder for one kind of data.
+
+    If the cache is not writable, print a message and create a temporary folder instead. kind: a key
+    of `KINDS`, such as "bundles".
+    """
     folder = cache_root() / kind
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +97,10 @@ def cache_folder(kind: str) -> Path:
 
 
 def keep(path: Path, data: bytes) -> bool:
-    """Write the file `path` in the cache; on failure, print the reason and return False."""
+    """Write `data` to the file `path` in the cache; return whether that succeeded.
+
+    A failure raises nothing. The first failure in a process prints its reason on stderr.
+    """
     try:
         write_file(path, data)
         return True
@@ -101,7 +113,10 @@ _reported: list[str] = []
 
 
 def unwritable(path: Path | str, why: str) -> None:
-    """Print on stderr, once per process, that the cache cannot be written."""
+    """Print on stderr, once per process, that the cache cannot be written.
+
+    path: folder of the cache. why: the reason, for the message.
+    """
     if not _reported:
         _reported.append(why)
         print(
@@ -127,7 +142,7 @@ def _temporary() -> Path:
 
 
 def usage() -> tuple[Usage, ...]:
-    """Return how many files and bytes the cache has of each kind in `KINDS`."""
+    """Return the number and size of the cached files, for each kind of data in `KINDS`."""
     return tuple(_usage_of(kind, [stat for _, stat in files_below(cache_path(kind))]) for kind in KINDS)
 
 
@@ -137,10 +152,13 @@ def _usage_of(kind: str, stats: Sequence[os.stat_result]) -> Usage:
 
 
 def clear(kinds: Sequence[str] = tuple(KINDS), older_than_days: float = 0.0) -> tuple[Usage, ...]:
-    """Remove cached files that were not used for `older_than_days` days; return what was removed.
+    """Remove cached files; return how many were removed, and their size, for each kind of data.
 
-    Temporary files of killed processes are removed too. Files that a process is writing are not
-    removed, and neither is anything that is not in `KINDS`.
+    kinds: which kinds of data to remove, as keys of `KINDS`; by default all.
+    older_than_days: remove only files that were not used for this number of days.
+
+    Temporary files that killed processes left are removed too. Files that a process is writing are
+    not removed.
     """
     now, removed = time.time(), []
     for kind in kinds:

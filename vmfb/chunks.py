@@ -1,4 +1,4 @@
-"""The division of a prompt into prefill calls."""
+"""Split a prompt into prefill calls."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ CALL_ROWS = 4.0
 
 
 def chunks(total: int, start: int, context: int, widths: Sequence[int], padding: float) -> list[tuple[int, int]]:
-    """Return the prefill calls (width, tokens) that append `total` tokens from position `start`.
+    """Split a prompt into prefill calls; return (width, number of real tokens) of each call.
 
-    Full calls of the maximum width come first, then the cheapest calls for the remaining tokens.
-    Only the last call may have padding. No call ends past `context`, padding included.
+    A compiled prefill function takes a fixed number of tokens, its width. A call with fewer real
+    tokens is filled up with padding tokens.
 
-    widths: numbers of tokens for which there is a prefill function. A decode step (width 1) always
-    exists. padding: the cost of a padding token, relative to a real token: 0 if kernels skip
-    padding, 1 if they compute it.
+    total: number of tokens of the prompt.
+    start: position of the first token.
+    context: max number of positions; no call ends past it, padding included.
+    widths: widths of the prefill functions. Calls of width 1 (decode steps) are always possible.
+    padding: cost of a padding token, relative to a real token: 0 if kernels skip padding, 1 if they
+        compute it.
+
+    Full calls of the largest width come first, then the cheapest calls for the remaining tokens.
+    Only the last call may have padding.
     """
     widths = sorted({1, *widths})
     widest = widths[-1]

@@ -42,8 +42,10 @@ class CompileError(Exception):
 class CompileResult:
     """The result of `compile_modules`.
 
-    seconds: the total time of iree-compile. For a module from the cache, the time of its original
-    compilation is counted. cached: whether all modules came from the cache.
+    seconds: time of iree-compile, summed over the modules. A module from the cache counts with the
+        time of its original compilation.
+    cached: whether all modules came from the cache.
+    flags: the flags that were passed to iree-compile.
     """
 
     seconds: float
@@ -73,7 +75,13 @@ def compiler_path() -> Path:
 def compile_mlir(
     text: str, target: Target, out: Path, *, extra_flags: Sequence[str] = (), cache_dir: Path | None = None
 ) -> CompileResult:
-    """Compile one MLIR text for `target` into the file `out`, as `compile_modules` does."""
+    """Compile one MLIR text for `target` into the vmfb file `out`, or copy the vmfb from the cache.
+
+    extra_flags: flags for iree-compile, in addition to those of `target`.
+    cache_dir: by default the folder `compile` in castiron's cache.
+
+    The folder of `out` also gets `compile.log`. Raise CompileError if the compilation fails.
+    """
     out = Path(out)
     return compile_modules({out.name: text}, target, out.parent, extra_flags=extra_flags, cache_dir=cache_dir)
 
@@ -82,15 +90,17 @@ def compile_modules(
     texts: Mapping[str, str], target: Target, folder: Path, *, extra_flags: Sequence[str] = (), cache_dir: Path | None = None,
     cancelled: threading.Event | None = None,
 ) -> CompileResult:  # fmt: skip
-    """Compile MLIR `texts` into files in `folder`, and write `compile.log` there.
+    """Compile MLIR texts for `target` into vmfb files in `folder`, or copy them from the cache.
+
+    texts: MLIR text by the name of the output file.
+    extra_flags: flags for iree-compile, in addition to those of `target`.
+    cache_dir: by default the folder `compile` in castiron's cache.
+    cancelled: another thread sets this event to stop the compilation.
+
+    `folder` also gets `compile.log`. Raise CompileError if a compilation fails or is stopped.
 
     One process per CPU core runs at a time, because iree-compile itself hardly runs in parallel.
-    Compiled files are cached by text, flags, compiler version and target. A damaged file in the
-    cache is compiled again.
-
-    texts: MLIR text by the name of the output file. cache_dir: by default the folder `compile` in
-    castiron's cache. cancelled: another thread sets it to stop the compilation. Raise CompileError
-    if a compilation fails, with the first errors and the path of the log, or if it is stopped.
+    The key of a cached vmfb is a hash of the text, flags, compiler version and target.
     """
     cancelled = cancelled or threading.Event()
     flags = compile_flags(target, extra_flags)
@@ -124,12 +134,19 @@ def compile_modules(
 
 
 def compile_flags(target: Target, extra_flags: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return all flags that `compile_mlir` passes to iree-compile; later flags take precedence."""
+    """Return all flags for iree-compile: those of `target`, then `extra_flags`.
+
+    If two flags contradict each other, iree-compile uses the later one.
+    """
     return (*target.flags, *QUIET_FLAGS, *extra_flags)
 
 
 def _known(store: Path, key: str) -> tuple[dict, bytes] | None:
-    """Return (metadata, bytes of the vmfb) from the cache; None if they are absent or damaged."""
+    """Return a compiled module from the cache, as (metadata, bytes of the vmfb).
+
+    Return None if it is absent or damaged. store: folder of the cache. key: hash of the MLIR text,
+    flags, compiler version and target.
+    """
     with contextlib.suppress(OSError, ValueError):
         record, data = json.loads((store / f"{key}.json").read_bytes()), (store / f"{key}.vmfb").read_bytes()
         usable = isinstance(record, dict) and isinstance(record.get("log"), str) and "seconds" in record
@@ -213,7 +230,11 @@ def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> 
 
 
 def _prune(store: Path) -> None:
-    """Remove the oldest results beyond `MAX_CACHE_BYTES`, and failures beyond `MAX_FAILURES`."""
+    """Delete the oldest files of the compiler's cache, which is in the folder `store`.
+
+    At most `MAX_CACHE_BYTES` of compiled modules and the logs of `MAX_FAILURES` failed compilations
+    stay.
+    """
     with contextlib.suppress(OSError):
         total = 0
         for path in _newest_first(store.glob("*.vmfb")):

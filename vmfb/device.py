@@ -55,7 +55,10 @@ def device(threads: int) -> rt.HalDevice:
 
 
 def shared_device(key: int | str, create: Callable[[], rt.HalDevice]) -> rt.HalDevice:
-    """Return the device that this process stores under `key`; the first call creates the device."""
+    """Return the device that this process stores under `key`; the first call creates the device.
+
+    key: the number of threads of a CPU device, or the id of a GPU, such as "vulkan:0".
+    """
     with _lock:
         if key not in _devices:
             changed = _change_policy("SCHED_BATCH", "SCHED_OTHER")
@@ -87,7 +90,7 @@ def vm_instance() -> rt.VmInstance:
 
 
 def release_devices() -> None:
-    """Drop all devices of this process; call it only if no device is in use."""
+    """Release all devices of this process; call this only if no device is in use."""
     with _lock:
         _devices.clear()
 
@@ -126,10 +129,10 @@ def _create(threads: int) -> rt.HalDevice:
 
 
 def _pinned_cpus(threads: int) -> list[int]:
-    """Return the CPU to which each worker is pinned; an empty list pins no worker.
+    """Return the CPU to which each of `threads` workers is pinned; an empty list pins no worker.
 
-    Without pinning, Linux sometimes runs two workers on one CPU. Workers are pinned only if there
-    is one for every CPU.
+    Workers are pinned only if their number is the number of CPUs that this process may use. Without
+    pinning, Linux sometimes runs two workers on one CPU.
     """
     cpus = _cpus()
     return cpus if threads == len(cpus) else []
@@ -151,9 +154,10 @@ def _workers() -> set[int]:
 
 
 def _started_workers(before: set[int], threads: int) -> list[int]:
-    """Wait for `threads` new workers, at most `START_SECONDS`; return the thread ids found.
+    """Wait until IREE has started `threads` new workers; return the thread ids of the new workers.
 
-    before: the thread ids of older workers.
+    The wait ends after `START_SECONDS`, even if fewer have started. before: thread ids of the
+    workers that existed earlier.
     """
     until = time.monotonic() + START_SECONDS
     while len(new := sorted(_workers() - before)) < threads and time.monotonic() < until and _cpus():

@@ -1,7 +1,7 @@
 """A bundle loaded on a GPU: states stay in device memory; tokens and logits are copied.
 
-Before a GPU runs a bundle, `check_device` compares its results for a few fixed inputs with the
-expected results in the bundle's manifest (`vmfb.known_answer`).
+Before a GPU runs a bundle, `check_device` runs a few fixed inputs on this GPU, and compares the
+results with the expected results in the bundle's manifest (`vmfb.known_answer`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ _USAGE = int(rt.BufferUsage.DEFAULT)
 
 
 class DeviceProgram(Program):
-    """A bundle loaded on the GPU `bundle.device`, by default the first GPU of the driver."""
+    """A bundle loaded on a GPU: `bundle.device`, or else the first GPU of the bundle's driver."""
 
     def __init__(self, bundle: Bundle, slots: int = 1):
         """Open the device, and upload the weights.
 
-        slots: the number of sequences whose states will be allocated. Raise DeviceError if the
-        device does not exist or has too little memory.
+        slots: the number of sequences that will run at once; the memory must have space for the
+        weights and for the states of all these sequences. Raise DeviceError if the device does not
+        exist or has too little memory.
         """
         self._bundle, manifest = bundle, bundle.manifest
         self.info = find_device(manifest.target.driver, bundle.device)
@@ -93,10 +94,17 @@ class HostBuffer(Buffer):
 
 
 class DeviceBuffer(Buffer):
-    """Device memory for a state; `array` has the operations of a NumPy array (`DeviceArray`)."""
+    """Device memory for a state, such as a KV cache.
+
+    array: the memory as a `DeviceArray`, which has the operations of a NumPy array that states
+    need.
+    """
 
     def __init__(self, program: DeviceProgram, shape: tuple[int, ...], dtype: str, array: DeviceArray | None = None):
-        """Allocate zeros, or use `array`, which is a part of another buffer."""
+        """Allocate zeros, or use the memory of `array`, which is a part of another buffer.
+
+        dtype: a key of `ELEMENTS`, such as "f32".
+        """
         numpy_dtype, element = ELEMENTS[dtype]
         self._owner, self._dtype, nbytes = program, dtype, prod(shape) * numpy_dtype.itemsize
         if array is None:
@@ -124,15 +132,18 @@ class DeviceMemory:
 class DeviceArray:
     """An array in device memory, with the few operations of NumPy arrays that KV caches need.
 
-    An index is a slice of dimension 0, or slices of dimensions 0 and 1. The slice of dimension 1
-    must start at 0. The result shares the memory. `copy` and `numpy.asarray` download the data.
-    Assigning a NumPy array uploads it; assigning a `DeviceArray` copies on the device.
+    - `array[a:b]` and `array[a:b, :c]` return a part of the array, which shares the memory. Other
+      indices are not supported.
+    - Assigning a NumPy array to a part uploads it; assigning a `DeviceArray` copies on the device.
+    - `copy` and `numpy.asarray` download the data.
     """
 
     def __init__(self, memory: DeviceMemory, offset: int, stride: int, shape: tuple[int, ...], dtype: np.dtype):
         """Create an array in existing memory.
 
-        offset: bytes before the first element. stride: bytes between elements of dimension 0.
+        offset: bytes of the memory before the first element.
+        stride: bytes from one index of dimension 0 to the next. Within such an index, elements are
+            contiguous.
         """
         self.memory, self.offset, self._stride, self.shape, self.dtype = memory, offset, stride, shape, dtype
         self.size = prod(shape)
@@ -171,7 +182,7 @@ class DeviceArray:
 
 
 class DeviceCall(Call):
-    """A function on a GPU with its operands; reading a result downloads it."""
+    """A compiled function on a GPU with its operands; reading a result copies it to the host."""
 
     def __init__(self, program: DeviceProgram, entry: Function, operands: Sequence[Buffer]):
         super().__init__(program, entry, operands)
@@ -203,8 +214,8 @@ class DeviceCall(Call):
 def check_device(program: DeviceProgram) -> None:
     """Raise DeviceError if the GPU's results differ from the expected results in the manifest.
 
-    The cache records that a GPU with its driver version has passed for this bundle. Then the check
-    is not repeated.
+    The cache records each combination of bundle, GPU and driver version that has passed. The check
+    is not repeated for these.
     """
     info, manifest = program.info, program.manifest
     answer = manifest.known_answer
@@ -224,9 +235,10 @@ def check_device(program: DeviceProgram) -> None:
 
 
 def find_difference(program: DeviceProgram, answer: KnownAnswer) -> str | None:
-    """Describe the first result of the GPU that is not as expected; None if all agree.
+    """Return a description of the first result of the GPU that is wrong, or None if all are right.
 
-    answer: the expected results, and the tolerance within which results agree.
+    program: the bundle on the GPU.
+    answer: fixed inputs, the expected results, and the tolerance.
     """
     for codec, expected in answer.matmuls.items():
         if found := _difference(program.transfer.run(f"matmul_{codec}"), expected, answer.tolerance):

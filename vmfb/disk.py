@@ -31,7 +31,7 @@ def reason(error: OSError) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Add the file name `path` to an OSError of the `with` body that has no file name."""
+    """Add the file name `path` to an OSError that the `with` body raises without a file name."""
     try:
         yield
     except OSError as error:
@@ -41,10 +41,10 @@ def naming(path: Path | str) -> Iterator[None]:
 
 
 class LargePageWriter:
-    """A writer of a file that Linux then caches, and maps, in pages of 2 MB where it can.
+    """A writer of files that Linux can cache and map in pages of 2 MB instead of 4 KB.
 
-    It writes aligned multiples of 2 MB. A core reads mapped weights up to 1.2 times as fast in
-    pages of 2 MB as in pages of 4 KB, because it looks up fewer addresses.
+    For this, it writes aligned multiples of 2 MB. A core reads memory-mapped weights up to 1.2
+    times as fast in pages of 2 MB, because it looks up fewer addresses.
     """
 
     def __init__(self, file: BinaryIO):
@@ -72,7 +72,10 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def files_below(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield each file at or below `path` with its `stat` result, except files removed meanwhile."""
+    """Yield (file, `stat` result) for each file below the folder `path`; `path` may also be a file.
+
+    Files that another process removes meanwhile are skipped.
+    """
     below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
     for file in chain((path,), below):
         with contextlib.suppress(OSError):

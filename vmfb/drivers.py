@@ -35,9 +35,12 @@ class DeviceError(Exception):
 class DeviceInfo:
     """A GPU as its driver describes it.
 
-    id: driver and device number, such as "vulkan:0". memory: bytes of device memory; None if the
-    driver does not report it. version: versions of the driver and its API. features: names of the
-    GPU's features and, if known, of its architecture.
+    id: driver and device number, such as "vulkan:0".
+    driver: name of the IREE runtime's driver, such as "vulkan".
+    name: name of the GPU.
+    memory: bytes of device memory; None if the driver does not report it.
+    version: versions of the driver and its API.
+    features: names of the GPU's features and, if known, of its architecture.
     """
 
     id: str
@@ -49,7 +52,7 @@ class DeviceInfo:
 
 
 def devices_of(driver: str) -> tuple[DeviceInfo, ...]:
-    """Return the GPUs of one driver; raise DeviceError if the driver cannot be used."""
+    """Return the GPUs of a driver such as "vulkan"; raise DeviceError if it cannot be used."""
     with device_errors(f"cannot use {driver}", f"it needs {DRIVERS[driver]}"):
         loaded = create_hal_driver(driver)
         return tuple(
@@ -59,9 +62,12 @@ def devices_of(driver: str) -> tuple[DeviceInfo, ...]:
 
 
 def find_device(driver: str, chosen: str | None = None) -> DeviceInfo:
-    """Return the GPU `chosen`, such as "cuda" or "cuda:1", or by default the driver's first GPU.
+    """Return the GPU that the user chose, or the driver's first GPU.
 
-    driver: the driver that a bundle needs. Raise DeviceError if there is no such GPU.
+    driver: the driver that a bundle needs, such as "cuda".
+    chosen: the user's choice, such as "cuda:1"; without a number, the first GPU.
+
+    Raise DeviceError if there is no such GPU.
     """
     number = (chosen or driver).partition(":")[2]
     found = {device.id: device for device in devices_of(driver)}
@@ -73,7 +79,10 @@ def find_device(driver: str, chosen: str | None = None) -> DeviceInfo:
 
 
 def open_device(info: DeviceInfo) -> rt.HalDevice:
-    """Return this process's device for a GPU; raise DeviceError if the driver cannot open it."""
+    """Open a GPU and return it as an IREE device; later calls return the same device.
+
+    Raise DeviceError if the driver cannot open the GPU.
+    """
 
     def create() -> rt.HalDevice:
         driver = create_hal_driver(info.driver)
@@ -85,9 +94,9 @@ def open_device(info: DeviceInfo) -> rt.HalDevice:
 
 @contextmanager
 def device_errors(failure: str, remedy: str) -> Iterator[None]:
-    """Turn an exception of the runtime in the `with` body into a DeviceError.
+    """Turn an exception of the IREE runtime in the `with` body into a DeviceError.
 
-    failure, remedy: what failed, and what the user can do, for the error message.
+    failure: what failed. remedy: what the user can do. Both are parts of the error message.
     """
     try:
         yield

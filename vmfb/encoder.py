@@ -14,10 +14,17 @@ from castiron.vmfb.states import KINDS
 
 
 class Encoder:
-    """A compiled embedding model, which converts texts to vectors; for one thread at a time."""
+    """A compiled embedding model, which converts the tokens of a text to a vector.
+
+    Only one thread at a time may use it.
+    """
 
     def __init__(self, source: Bundle | Path | str | Program, threads: int | None = None):
-        """Load an embedding model; raise SessionError for a model that generates text."""
+        """Load an embedding model; raise SessionError for a model that generates text.
+
+        source: the bundle, its path, or a bundle that is already loaded. threads: number of CPU
+        threads; the default is the number of physical cores.
+        """
         self.program = program = source if isinstance(source, Program) else open_program(source, threads)
         self.manifest = manifest = program.manifest
         if manifest.encoder is None:
@@ -36,9 +43,10 @@ class Encoder:
 
     @exclusive
     def encode(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return the embedding of a text's `tokens`, f32 `[hidden]`.
+        """Return the embedding of a text, f32 `[hidden]`.
 
-        Raise SessionError if the tokens are invalid.
+        tokens: ids of the text's tokens. Raise SessionError if there are none or too many, or if an
+        id is outside the vocabulary.
         """
         ids, max_tokens, vocab = np.asarray(tokens), self.facts.max_tokens, self.manifest.vocab
         if ids.ndim != 1 or not 1 <= ids.size <= max_tokens:

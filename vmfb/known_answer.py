@@ -10,10 +10,11 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Decode:
-    """The expected logits of decode steps from position 0 on.
+    """The expected logits of a few decode steps, of which the first is at position 0.
 
-    tokens: the token that each step appends. logits: for each step, the expected logits of only the
-    tokens `ids`.
+    tokens: the input token of each step.
+    ids: the tokens whose logits are compared.
+    logits: the expected logits, `[steps, len(ids)]`.
     """
 
     tokens: tuple[int, ...]
@@ -25,10 +26,10 @@ class Decode:
 class KnownAnswer:
     """The results that a GPU must reproduce before it runs a bundle.
 
-    matmuls: by weight codec (the format in which weights are stored), the expected result of the
-    function `matmul_CODEC`, a fixed matmul in the bundle's device.vmfb. decode: expected logits of
-    the model; None if they are not checked. tolerance: the largest allowed difference, as a
-    fraction of the largest expected value.
+    matmuls: the expected result of a fixed matmul for each weight codec (storage format of
+        weights). The bundle's device.vmfb has this matmul as the function `matmul_CODEC`.
+    decode: expected logits of the model; None if they are not checked.
+    tolerance: the largest allowed difference, as a fraction of the largest expected value.
     """
 
     matmuls: dict[str, tuple[float, ...]] = field(default_factory=dict)

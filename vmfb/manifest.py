@@ -32,9 +32,9 @@ class BundleError(Exception):
 
 
 def module_name(function: Function) -> str:
-    """Return the name of the .vmfb file with all compiled functions of this function's width.
+    """Return the name of the .vmfb file for functions of this width, such as `tokens_32.vmfb`.
 
-    The width is the number of tokens or sequences of a call.
+    A function's width is the number of tokens or sequences that one call takes.
     """
     return f"tokens_{function.width}.vmfb"
 
@@ -80,11 +80,14 @@ class Accuracy:
     It is measured only for bundles that are compiled with numerics "fast", which rounds
     activations.
 
-    against: name of the reference. text: name of the text on which the logits were compared.
-    tokens: number of compared tokens. context: number of tokens of each chunk of the text. kld_...:
-    mean, standard error of the mean, 99th percentile and maximum of the Kullback-Leibler
-    divergence. same_top_p: fraction of positions with the same argmax. same_top_p_error: its
-    standard error.
+    against: name of the reference implementation.
+    text: name of the text on which the logits are compared.
+    context: number of tokens of each chunk into which the text is split.
+    tokens: number of tokens whose logits are compared.
+    kld_mean, kld_error, kld_99, kld_maximum: mean of the Kullback-Leibler divergence, standard
+        error of this mean, 99th percentile, and maximum.
+    same_top_p: fraction of positions at which both have the same argmax.
+    same_top_p_error: standard error of `same_top_p`.
     """
 
     against: str
@@ -107,17 +110,19 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """The properties of an embedding model (vectors of `Manifest.hidden` numbers) or a reranker.
+    """The properties of an embedding model or a reranker.
 
     Attributes:
-        pooling: mean, last or cls.
+        pooling: how the vectors of a text's tokens become one vector: mean, last or cls.
         normalised: whether vectors have length 1.
         single_call: whether one call must take the complete text (bidirectional attention).
-        max_tokens: longer texts are cut to this number of tokens, with prompt and special tokens.
+        max_tokens: longer texts are cut to this number of tokens, prompt and special tokens
+            included.
         dense: output features of each linear layer after the pooling.
         prompts: texts to put before an input, by name; `default_prompt` is the name of the default.
         lower_case: whether texts are converted to lower case first.
-        relevance: a reranker's function from an output to a score: sigmoid or identity.
+        relevance: a reranker's function from an output to a score: sigmoid or identity. None for an
+            embedding model.
         types: whether the model has token types, as BERT has. If so, a token of the second text of
             a pair is passed to the model as its id plus the vocabulary's size.
     """
@@ -144,21 +149,33 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of `manifest.json`.
+    """The contents of a bundle's `manifest.json`.
 
     Attributes:
-        config, generation, source, speed, accuracy: data for commands; running does not need them.
+        config: the checkpoint's config. generation: its generation config (sampling defaults).
+        vocab: number of tokens of the vocabulary.
         context: max number of tokens of a sequence, unless `Bundle.with_context` sets another one.
         max_context: largest `context` that the compiled functions support.
-        compile: how the bundle was compiled, and the FLOP and bytes of each kernel.
-        numerics: how activations are rounded; a key of `emitter.abi.NUMERICS`, such as "exact".
-        codecs: number of weight tensors in each codec (storage format of weights).
+        states: the KV caches and other states of one sequence, in the order of the functions'
+            operands.
         functions: the compiled functions; each has a role, such as "prefill", and a width, which is
             the number of tokens or sequences of a call.
+        numerics: how activations are rounded; a key of `emitter.abi.NUMERICS`, such as "exact".
+        lowering: how operations are compiled, such as "kernels" (castiron's own CPU kernels).
+        weights: the format of weights that the user chose, such as "q4_0"; "native" is the
+            checkpoint's.
+        codecs: number of weight tensors in each codec (storage format of weights).
+        source: the checkpoint that the bundle is compiled from.
+        compile: how the bundle was compiled, and the FLOP and bytes of each kernel.
+        accuracy, speed: measurements, if they were made.
+        tokens: ids of special tokens.
         files: size and hash of each file by name; BundleWriter sets it.
         hidden: length of the vectors that functions return; 0 if they return no vectors.
-        known_answer: results that a GPU must reproduce before it runs the model; None for a CPU.
+        encoder: properties of an embedding model or a reranker; None for a model that generates
+            text.
         tool_format: how the model writes tool calls: the fields of `text.tool_formats.ToolFormat`.
+        known_answer: results that a GPU must reproduce before it runs the model; None for a CPU.
+        schema: version of the manifest's format.
     """
 
     name: str
@@ -212,12 +229,12 @@ class Manifest:
         return tuple(sorted(name for name in self.files if is_module(name)))
 
     def module_of(self, function: Function) -> str:
-        """Return the name of the module file that exports `function`."""
+        """Return the name of the .vmfb file in the bundle that contains `function`."""
         name = module_name(function)
         return name if name in self.files else MODEL
 
     def signature(self, function: Function) -> Signature:
-        """Return the tensor types of the operands and results of a function."""
+        """Return the names and tensor types of a function's operands and results."""
         return function.signature(self.states, self.vocab, self.hidden)
 
 
@@ -225,11 +242,13 @@ class Manifest:
 class KernelWork:
     """The work of one kernel in a call of a compiled function.
 
-    calls: how often a call of the function runs the kernel. flops, bytes: FLOP and bytes of memory
-    traffic of one run, each as (value at position 0, increase per position, maximum). weights:
-    bytes of weights that one run reads. paths: the model's layers that the kernel computes, such as
-    `model.layers.*.mlp`. tokens: for a matmul, the number of tokens (rows) that one run multiplies
-    by the weights; None for other kernels.
+    calls: how often a call of the function runs the kernel.
+    flops, bytes: FLOP and bytes of memory traffic of one run of the kernel. Each is (value at
+        position 0, increase per position, maximum).
+    weights: bytes of weights that one run reads.
+    paths: the model's layers that the kernel computes, such as `model.layers.*.mlp`.
+    tokens: for a matmul, the number of tokens that one run multiplies by the weights; None for
+        other kernels.
     """
 
     calls: int
@@ -271,8 +290,9 @@ class Adapter(Input):
 class CustomModule:
     """A compiled module with which the user replaced all compiled modules of a bundle.
 
-    module: path of the file that the user gave. sha256: its hash in hex. runtime: the version of
-    the IREE runtime that checked it.
+    module: path of the user's file.
+    sha256: hash of that file in hex.
+    runtime: version of the IREE runtime that loaded the file when it was added.
     """
 
     module: str

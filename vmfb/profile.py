@@ -26,8 +26,10 @@ class Dispatch:
     """The time of one dispatch (a unit of work that IREE runs) in a call of a function.
 
     name: `{kernel}_fn` for a kernel of castiron; `{function}_dispatch_{n}_…` if IREE generated the
-    code. calls: how often one call of the function runs the dispatch. seconds: the total time of
-    these runs. workgroups: the number of workgroups of each run.
+        code.
+    calls: how often one call of the function runs the dispatch.
+    seconds: total time of these runs.
+    workgroups: number of workgroups of each run.
     """
 
     name: str
@@ -40,7 +42,9 @@ class Dispatch:
 class Profile:
     """The time of a call of `function` at `position`, and the times of the call's dispatches.
 
-    dispatches: the longest first.
+    position: number of tokens in the KV cache before the call.
+    seconds: time of the call.
+    dispatches: the longest first. A dispatch is a unit of work that IREE runs.
     """
 
     function: str
@@ -51,9 +55,13 @@ class Profile:
 
 
 def profile(bundle: Bundle, function: Function, *, position: int = 0, threads: int | None = None, repeats: int = 20) -> Profile:
-    """Measure the time of a function and of its dispatches at `position`, over `repeats` calls.
+    """Measure the average time of a call of a function, and of each of its dispatches.
 
-    Every sequence of a batch is at `position`. All states are zeros, which does not change times.
+    position: number of tokens in the KV cache before the call, for every sequence of a batch.
+    threads: number of CPU threads; the default is the number of physical cores.
+    repeats: number of measured calls.
+
+    A dispatch is a unit of work that IREE runs. All states are zeros, which does not change times.
     """
     files = bundle.file(bundle.manifest.module_of(function)), bundle.file(WEIGHTS)
     options = *files, bundle.manifest, function, position, threads or physical_cores(), repeats
@@ -65,7 +73,7 @@ def profile(bundle: Bundle, function: Function, *, position: int = 0, threads: i
 
 
 def median_of(rounds: Sequence[Profile]) -> Profile:
-    """Merge several profiles of a call into one with the median times."""
+    """Merge several profiles of the same function; each time becomes the median of its times."""
     times: dict[str, list[float]] = {first.name: [] for first in rounds[0].dispatches}
     for dispatch in (dispatch for found in rounds for dispatch in found.dispatches):
         times[dispatch.name].append(dispatch.seconds)
@@ -77,9 +85,12 @@ def median_of(rounds: Sequence[Profile]) -> Profile:
 def dispatches(
     model: Path, weights: Path, manifest: Manifest, function: Function, position: int, threads: int, repeats: int
 ) -> tuple[Dispatch, ...]:
-    """Return the dispatches of a call of `function` at `position`, longest first.
+    """Measure the dispatches (IREE's units of work) of a call of a function; longest first.
 
-    model, weights: files that the manifest describes; they need not be in a bundle.
+    model: the .vmfb file with the function. weights: the .irpa file. They need not be in a bundle.
+    manifest: describes the function and the states.
+    position: number of tokens in the KV cache before the call.
+    repeats: number of calls, of which the average time is returned.
     """
     command = _command(model, weights, manifest, function, position, threads, repeats)
     with TemporaryDirectory(prefix="castiron-") as directory:

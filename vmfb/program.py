@@ -66,7 +66,10 @@ class NanLogitsError(SessionError):
 
 
 class Loaded:
-    """Compiled modules and their shared weights, loaded on a device with `threads` threads."""
+    """Compiled modules and the weights that they share, loaded on a device.
+
+    threads: number of CPU threads of the device.
+    """
 
     vocab = 0
 
@@ -77,11 +80,13 @@ class Loaded:
         threads: int,
         check: Callable[[str, rt.VmModule], None] = lambda name, module: None,
     ):
-        """Load weights and modules into the runtime.
+        """Load weights and modules into the IREE runtime.
 
-        weights: the bytes of a weights file, which are used in place. modules: the bytes of
-        compiled modules by file name. check: called with each file name and module before any code
-        of the module runs. Raise one of `RUNTIME_ERRORS` if the runtime rejects a file.
+        weights: the bytes of a weights file, which are not copied.
+        modules: the bytes of compiled modules by file name.
+        check: called with (file name, module) for each module, before any code of the module runs.
+
+        Raise one of `RUNTIME_ERRORS` if the runtime rejects a file.
         """
         self.threads, self.device = threads, self._open(threads)
         # The runtime has no reference to the memory, so this attribute keeps it alive.
@@ -112,7 +117,7 @@ class Loaded:
         return lambda: rt.create_io_parameters_module(vm_instance(), parameters.create_provider(scope=SCOPE))
 
     def function(self, name: str) -> tuple[rt.VmFunction, Callable]:
-        """Return the function `name`, and `VmContext.invoke` to call it; KeyError if absent."""
+        """Return the function `name` and the `invoke` method that calls it; KeyError if absent."""
         for file, module in self.modules.items():
             if name in module.function_names:
                 return module.lookup_function(name), self.contexts[file].invoke
@@ -123,11 +128,14 @@ class Loaded:
         return Buffer(self, tuple(shape), dtype)
 
     def state(self, shape: Sequence[int], dtype: str) -> Buffer:
-        """Allocate a buffer of zeros for a state, in device memory."""
+        """Allocate a buffer of zeros in device memory for a state, such as a KV cache."""
         return self.zeros(shape, dtype)
 
     def call(self, entry: Function, operands: Sequence[Buffer]) -> Call:
-        """Return a `Call` of the manifest's function `entry` with these operands."""
+        """Return a `Call`, which can be invoked many times with these operands.
+
+        entry: a function that the manifest lists.
+        """
         return Call(self, entry, operands)
 
 
@@ -136,7 +144,7 @@ def _immortal_view(memory: Any) -> ctypes.Array:
 
     The runtime drops its references to the array without the GIL, in worker threads, even after a
     call has returned. If Python could free the array, this would corrupt Python's memory. The array
-    does not keep `memory` alive.
+    has no reference to `memory`, so the caller must keep `memory` alive.
     """
     data = np.frombuffer(memory, np.uint8)
     view = (ctypes.c_char * data.size).from_address(data.ctypes.data)
@@ -147,14 +155,18 @@ def _immortal_view(memory: Any) -> ctypes.Array:
 class Program(Loaded):
     """A bundle loaded on a device.
 
-    Methods that call the bundle's functions must have the decorator `exclusive`.
+    Only one thread at a time may call its functions. The decorator `exclusive` ensures this for a
+    method.
     """
 
     def __init__(self, source: Bundle | Path | str, threads: int | None = None):
-        """Load a bundle that is compiled for a CPU; `source`: the bundle or its path.
+        """Load a bundle that is compiled for a CPU.
 
-        threads: the default is the number of physical cores. Raise BundleError if the runtime
-        rejects the bundle, SessionError if `threads` is less than 1.
+        source: the bundle or its path.
+        threads: number of CPU threads; the default is the number of physical cores.
+
+        Raise SessionError if `threads` is below 1, and BundleError if the runtime rejects the
+        bundle.
         """
         if threads is not None and threads < 1:
             raise SessionError(f"threads is {threads}; it must be at least 1")
@@ -180,9 +192,10 @@ class Program(Loaded):
 
 
 def check_functions(path: Path, module: rt.VmModule, manifest: Manifest, functions: Iterable[Function], remedy: str) -> None:
-    """Raise BundleError unless a module has `functions` with the types that the manifest lists.
+    """Raise BundleError unless `module` exports `functions` with the types that the manifest lists.
 
-    path: the module's file. remedy: what the user can do, for the error message.
+    path: the module's file, for the error message.
+    remedy: what the user can do, for the error message.
     """
     exported = set(module.function_names)
     for function in functions:
@@ -222,9 +235,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def exclusive(method: Method) -> Method:
-    """Return a method that runs `method` while no other thread can use `self.program`.
+    """Decorate a method so that only one thread at a time can use `self.program`.
 
-    If another thread is using `self.program`, the returned method raises SessionError.
+    If another thread is using `self.program`, the decorated method raises SessionError without
+    waiting.
     """
 
     @wraps(method)
@@ -251,7 +265,10 @@ class Buffer:
     array: Any
 
     def __init__(self, program: Loaded, shape: tuple[int, ...], dtype: str, memory: np.ndarray | None = None):
-        """Allocate zeros, or use `memory`, which is a flat slice of another buffer."""
+        """Allocate zeros, or use `memory`, which is a flat slice of another buffer.
+
+        dtype: a key of `ELEMENTS`, such as "f32".
+        """
         _, element = ELEMENTS[dtype]
         # Stored in an attribute, because the view does not own the memory.
         self._flat = new_zeros(prod(shape), dtype) if memory is None else memory
@@ -276,8 +293,9 @@ class Buffer:
 
 
 def new_zeros(count: int, dtype: str, large_pages: bool = False) -> np.ndarray:
-    """Return `count` zeros in new pages, which use memory only once they are written.
+    """Return an array of `count` zeros, whose pages use memory only once they are written.
 
+    dtype: a key of `ELEMENTS`, such as "f32".
     large_pages: whether Linux may use pages of 2 MB, which kernels read faster.
     """
     numpy_dtype, _ = ELEMENTS[dtype]
@@ -291,7 +309,7 @@ def new_zeros(count: int, dtype: str, large_pages: bool = False) -> np.ndarray:
 
 
 class Call:
-    """A function with bound operands; its results are valid until the next `invoke`."""
+    """A compiled function with its operands; its results are valid until the next `invoke`."""
 
     def __init__(self, program: Loaded, entry: Function, operands: Sequence[Buffer]):
         self._operands = tuple(operands)
@@ -304,7 +322,7 @@ class Call:
         _calls.add(self)
 
     def invoke(self) -> None:
-        """Run the function, which updates states among the operands in place."""
+        """Run the function. It updates states among the operands, such as KV caches, in place."""
         if self._workers:
             lower_priority()
         try:
@@ -315,12 +333,18 @@ class Call:
             ) from None
 
     def _result(self, index: int, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """Return result number `index` without a copy; pass `shape` if known, for speed."""
+        """Return one result of the last `invoke`, without a copy.
+
+        index: which result, from 0. shape: shape of the result; pass it if known, for speed.
+        """
         view = self._results.get_as_object(index, rt.HalBufferView)
         return view.map().asarray(tuple(view.shape) if shape is None else shape, dtype)
 
     def argmax(self) -> int:
-        """Return result 0, the argmax of one row of logits; raise NanLogitsError for NaN."""
+        """Return the index of the largest logit; raise NanLogitsError if this logit is NaN.
+
+        Only for functions that return the logits of one token.
+        """
         best = int(self._result(0, _I32, ()))
         # Checking one logit is enough: if one is NaN, nearly always all are.
         if isnan(self._result(1, _F32, (self._vocab,))[best]):
@@ -328,21 +352,27 @@ class Call:
         return best
 
     def argmaxes(self, count: int) -> list[int]:
-        """Return result 0, the argmax of each of `count` rows of logits; -1 for NaN."""
+        """Return the index of the largest logit in each of `count` rows; -1 if this logit is NaN.
+
+        Only for functions that return `count` rows of logits, one row for each token or sequence.
+        """
         best = self._result(0, _I32, (count,))
         unfit = np.isnan(self._result(1, _F32, (count, self._vocab))[range(count), best])
         return np.where(unfit, -1, best).tolist()
 
     def logits(self, row: int | None = None) -> np.ndarray:
-        """Return a copy of result 1, the logits, f32 `[vocab]`.
+        """Return a copy of the logits, f32 `[vocab]`.
 
-        row: index of the row, if the function returns several rows of logits.
+        row: which row of logits to return, if the function returns several rows.
         """
         found = self._result(1, _F32, (self._vocab,)) if row is None else self._result(1, _F32)[row]
         return found.copy()
 
     def floats(self, index: int) -> np.ndarray:
-        """Return a copy of result number `index`, f32, in the shape of the function's signature."""
+        """Return a copy of one of the function's results, an f32 array.
+
+        index: which result, from 0.
+        """
         return self._result(index, _F32).copy()
 
 
@@ -354,10 +384,10 @@ _others: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictio
 
 
 def release_at_exit(owner: Any, *attributes: str) -> None:
-    """Set `attributes` of `owner` to None, in this order, when the process exits.
+    """When the process exits, set attributes of `owner` to None, in the given order.
 
-    This frees objects of the runtime. Give attributes with results of calls before the attribute
-    with the device: the runtime crashes if the device is freed first.
+    attributes: names of attributes that refer to objects of the IREE runtime. List the results of
+    calls first and the device last: the runtime crashes if the device is freed before the results.
     """
     _others[owner] = attributes
 

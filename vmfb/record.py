@@ -32,10 +32,10 @@ def to_json(value: Any) -> Json:
 
 
 def from_json(kind: Any, value: Json, path: str = "") -> Any:
-    """Convert a JSON value to the type `kind`; raise RecordError for the first field that is wrong.
+    """Convert a JSON value to a Python type; raise RecordError for the first field that is wrong.
 
-    kind: a dataclass, tuple[X, ...], dict[str, X], X | None, a scalar type or Any. path: where
-    `value` is in the JSON, for error messages.
+    kind: the Python type: a dataclass, tuple[X, ...], dict[str, X], X | None, a scalar type or Any.
+    path: where `value` is in the JSON document, for error messages.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:

@@ -20,17 +20,18 @@ MAX_SNAPSHOTS, MAX_SNAPSHOT_BYTES = 4, 2**28
 
 
 class Session:
-    """The states of one sequence, such as its KV cache; forks of a session share its program.
+    """The KV caches and other states of one sequence, and the methods that append tokens.
 
-    Sessions of a program run one at a time: a call raises SessionError while another thread runs a
-    session of the same program. If the program has several threads, a call in a forked child
-    process raises SessionError too. The states use memory only for positions that have been
-    written.
+    Several sessions can share one loaded bundle (`program`); `fork` creates such a session. They
+    run one at a time: a call raises SessionError while another thread runs a session of the same
+    program. If the program has several threads, a call in a forked child process raises
+    SessionError too. The states use memory only for positions that have been written.
 
     Attributes:
         position: the number of tokens in the states, which is the position of the next token.
-        chunked_tokens: number of tokens, from position 0 on, that were appended in full chunks of
-            the widest prefill function. Two sessions that appended the same tokens in such chunks
+        widest: number of tokens that the largest prefill function takes.
+        chunked_tokens: number of tokens at the start of the sequence that were appended in full
+            chunks of `widest` tokens. Two sessions that appended the same tokens in such chunks
             have bit-identical states.
     """
 
@@ -39,8 +40,10 @@ class Session:
     ):
         """Start an empty sequence; raise SessionError for an embedding model.
 
-        threads: the default is the number of physical cores. states: zeroed buffers for the states,
-        in the manifest's order; by default the session allocates them.
+        source: the bundle, its path, or a bundle that is already loaded.
+        threads: number of CPU threads; the default is the number of physical cores.
+        states: zeroed buffers for the states, in the manifest's order; by default the session
+            allocates them.
         """
         self.program = program = source if isinstance(source, Program) else open_program(source, threads)
         self.manifest = manifest = program.manifest
@@ -84,10 +87,11 @@ class Session:
 
     @exclusive
     def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None = None) -> int:
-        """Append `tokens` in chunks, and return the argmax of the logits after them.
+        """Append `tokens` in chunks, and return the argmax of the logits after the last token.
 
-        Raise SessionError, before any work, if there are no tokens, an id is outside the vocabulary
-        or the end is past the context. progress: called with (tokens done, total) after each chunk.
+        progress: called with (tokens done, total) after each chunk. Raise SessionError, before any
+        work, if there are no tokens, an id is outside the vocabulary, or the end is past the
+        context.
         """
         ids = self._checked(tokens)
         done, total = 0, int(ids.size)
@@ -118,8 +122,9 @@ class Session:
     def verify(self, tokens: Sequence[int]) -> list[int]:
         """Append `tokens` in one call; return the argmax after each token, or -1 for NaN logits.
 
-        Raise SessionError, before any work, if no verify function takes this number of tokens, or
-        if the tokens are invalid or do not fit in the context.
+        A bundle has verify functions for a few numbers of tokens, such as 2, 4 and 8. Raise
+        SessionError, before any work, for another number of tokens, for an id outside the
+        vocabulary, or if the tokens do not fit in the context.
         """
         if len(tokens) not in self._verify:
             if not self._verify:
@@ -132,11 +137,12 @@ class Session:
 
     @exclusive
     def verify_fewer(self, tokens: Sequence[int], width: int) -> bool:
-        """Append fewer `tokens` than a verify function takes: pad them, then remove the padding.
+        """Append `tokens` with a verify function for more tokens; return whether that was possible.
 
-        width: number of tokens that the verify function takes. `verified_logits` then returns the
+        width: number of tokens that the verify function takes. `tokens` are padded to this number,
+        and the padding is removed from the states afterwards. `verified_logits` then returns the
         logits of `tokens`. Return False, and do nothing, if the padding would end past the context
-        or if the states could not remove it, otherwise True.
+        or could not be removed from the states.
         """
         ids, call_end = self._checked(tokens), self.position + width
         end = self.position + int(ids.size)
@@ -150,10 +156,10 @@ class Session:
 
     @exclusive
     def embed(self, tokens: Sequence[int]) -> np.ndarray:
-        """Append `tokens`; return hidden states after the last norm, f32 `[tokens, hidden]`.
+        """Append `tokens`; return their hidden states after the last norm, f32 `[tokens, hidden]`.
 
-        Raise SessionError, before any work, if the tokens are invalid, or if the tokens with
-        padding would end past the context.
+        Raise SessionError, before any work, if an id is outside the vocabulary, or if the tokens
+        with padding would end past the context.
         """
         if not self._embed:
             raise SessionError("this bundle has no embed function for hidden states; compile it with --embed 128")
@@ -172,14 +178,14 @@ class Session:
 
     @exclusive
     def verified_logits(self, token: int | None = None) -> np.ndarray:
-        """Return the logits of the last `verify`, f32 `[tokens, vocab]`.
+        """Return the logits of the tokens of the last `verify`, f32 `[tokens, vocab]`.
 
-        token: index of a token, to return only its logits, f32 `[vocab]`.
+        token: index of one of these tokens, to return only its logits, f32 `[vocab]`.
         """
         return np.stack(list(self.verified_rows())) if token is None else self._verified().call.logits(token)
 
     def verified_rows(self) -> Iterator[np.ndarray]:
-        """Iterate over the logits f32 `[vocab]` of each token of the last `verify`.
+        """Iterate over the logits of the last `verify`: f32 `[vocab]` for each token.
 
         Finish the iteration before the session's next call, which may overwrite the logits.
         """
@@ -194,8 +200,9 @@ class Session:
     def reachable(self, position: int) -> int:
         """Return the largest position, not above `position`, that `rewind` can return to.
 
-        That is `position`, unless the model has states that tokens overwrite, such as recurrent
-        ones.
+        That is `position`, unless later tokens have overwritten a state, such as a recurrent state
+        or the ring buffer of a sliding attention window. Then it is the position of the last
+        snapshot up to `position` that `keep` stored, or 0.
         """
         if not 0 <= position <= self.position:
             raise SessionError(f"cannot rewind a session at position {self.position} to {position}; give 0 to {self.position}")
@@ -220,7 +227,7 @@ class Session:
 
     @exclusive
     def snapshot(self, ahead: int | None = None) -> Snapshot:
-        """Return a snapshot of the current position, which `restore` can return to later.
+        """Copy the data that is needed to return to the current position later with `restore`.
 
         ahead: how many tokens may be appended before `restore`; by default, any number that fits in
         the context.
@@ -232,7 +239,11 @@ class Session:
 
     @exclusive
     def restore(self, snapshot: Snapshot) -> None:
-        """Return to a snapshot's position; raise SessionError if the snapshot is stale."""
+        """Return to the position of a snapshot of this session.
+
+        Raise SessionError if the snapshot is stale: the session was rewound to before that
+        position.
+        """
         if snapshot not in self._snapshots:
             raise SessionError(
                 f"cannot restore the snapshot of position {snapshot.position}: it is from another session; "
@@ -283,19 +294,20 @@ class Session:
         self.chunked_tokens = self._chunked_before(position, other.chunked_tokens)
 
     def rows(self, position: int) -> list[np.ndarray]:
-        """Return the data of each state that is needed to continue at `position`, see `take`.
+        """Return the data that another session needs to continue this sequence at `position`.
 
         The result is one array for each state, in the manifest's order; the arrays share the
-        states' memory.
+        states' memory. The other session loads them with `take`.
         """
         return [state.rows(position) for state in self._states]
 
     def begins(self, tokens: int, position: int) -> bool:
-        """Return whether another session can load `rows(tokens)` and continue at `position`.
+        """Return whether `rows(tokens)` has the data to continue at an earlier position.
 
-        This is false if tokens after `position` have overwritten data that is needed there, for
-        example in a recurrent state. tokens: this session's number of tokens when `rows` is called;
-        at least `position`.
+        If so, another session can load this data with `take`, and continue at `position`. tokens:
+        this session's number of tokens when `rows` is called; at least `position`. The result is
+        false if tokens after `position` have overwritten data that is needed there, for example in
+        a recurrent state.
         """
         return all(state.begins(tokens, position) for state in self._states)
 
@@ -310,11 +322,12 @@ class Session:
 
     @exclusive
     def take(self, rows: Sequence[np.ndarray], position: int, chunked_tokens: int = 0) -> None:
-        """Load `rows` of another session of this bundle, to continue its sequence at `position`.
+        """Load data that another session of the same bundle saved, to continue its sequence.
 
-        rows: the result of that session's `rows(tokens)`. `tokens` is equal to `position`, or
-        larger if that session's `begins(tokens, position)` is true. chunked_tokens: that session's
-        attribute.
+        rows: the result of the other session's `rows(n)`.
+        position: where to continue: n, or a smaller position for which the other session's
+            `begins(n, position)` is true.
+        chunked_tokens: the other session's `chunked_tokens`.
         """
         self._move_to(0)
         for state, array in zip(self._states, rows, strict=True):
@@ -371,7 +384,7 @@ class Session:
 
 
 class Row:
-    """A reference to one row of the logits of `call`, valid until `call` is invoked again."""
+    """A reference to one row of the logits that `call` returned, valid until its next `invoke`."""
 
     def __init__(self, call: Call, row: int):
         self.call, self.row = call, row
@@ -381,11 +394,15 @@ class Row:
 
 
 def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Session | None = None) -> None:
-    """Move `session` back to `position`, or copy the states of `source` at `position`.
+    """Move `session` to an earlier position, or to a position of another session.
 
-    Recurrent states can return only to some positions. If `position` is not one of these, the
-    session returns to the nearest earlier one, and appends the tokens from there to `position`
-    again. fed: the tokens before `position`.
+    position: the new position of `session`.
+    fed: the tokens before `position`; needed only if the model has states that cannot return to
+        every position.
+    source: the session to copy the states from; by default `session` itself is rewound.
+
+    Recurrent states and ring buffers can return only to some positions. If `position` is not one of
+    these, `session` moves to the nearest earlier one, and appends the tokens from there again.
     """
     source = source or session
     found = source.reachable(position)
@@ -398,9 +415,10 @@ def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Se
 
 
 def move_after(session: Session, before: Snapshot, tokens: Sequence[int]) -> None:
-    """Move `session` back to the position just after `tokens`.
+    """Move `session` to the position just after `tokens`, which it has appended earlier.
 
-    before: a snapshot of the position before `tokens`.
+    before: a snapshot of the position before `tokens`. If `session` cannot rewind, it restores this
+    snapshot and appends `tokens` again.
     """
     position = before.position + len(tokens)
     if session.reachable(position) == position:

@@ -39,7 +39,10 @@ def write_file(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that replaces `path` when the block ends; an error leaves `path` unchanged."""
+    """Yield a file that replaces `path` when the `with` block ends.
+
+    If the block raises an error, `path` is unchanged.
+    """
     with naming(path), _staging(path) as staging:
         with open(staging / _NEW, "wb") as file:
             yield file
@@ -48,7 +51,7 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def staging_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`; the folder is removed when the block ends.
+    """Yield a temporary folder beside `path`, which is removed when the `with` block ends.
 
     To keep a file of the folder, or the folder itself, rename it before the block ends.
     """
@@ -58,11 +61,11 @@ def staging_folder(path: Path) -> Iterator[Path]:
 
 
 def replace_folder(new: Path, path: Path) -> None:
-    """Rename the folder `new`, which `staging_folder` yielded, to `path`.
+    """Rename the folder `new` to `path`, and remove the old folder at `path`, if there is one.
 
-    An old folder at `path` is moved into the staging folder first, and removed with it. Between
-    these two renames, `path` does not exist, so readers lock `path.parent`. If the process is
-    killed there, `remove_abandoned` moves the old folder back.
+    new: a folder that `staging_folder` yielded. Between moving the old folder away and renaming the
+    new one, `path` does not exist, so readers lock `path.parent`. If the process is killed in
+    between, `remove_abandoned` moves the old folder back.
     """
     previous = new.parent / _PREVIOUS / path.name
     previous.parent.mkdir()
@@ -77,7 +80,7 @@ def replace_folder(new: Path, path: Path) -> None:
 
 
 def locked(folder: Path) -> contextlib.AbstractContextManager:
-    """Lock `folder`, so that no other process renames entries of this folder; not reentrant."""
+    """Lock `folder`, so that no other process renames files or folders in it; not reentrant."""
     return _lock(folder, wait=True)
 
 
@@ -92,7 +95,7 @@ def remove_abandoned(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _staging(path: Path) -> Iterator[Path]:
-    """Create and lock a hidden folder beside `path`, and remove it when the block ends."""
+    """Yield a new, locked, hidden folder beside `path`; remove it when the `with` block ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name[:40]}.castiron-{os.urandom(4).hex()}")
     with contextlib.ExitStack() as lock:
@@ -124,8 +127,9 @@ def _remove_abandoned(folder: Path) -> None:
 def _lock(path: Path, wait: bool = False) -> Iterator[bool | None]:
     """Lock the file or folder `path` during the `with` body; yield whether that succeeded.
 
-    Yields True also if `path` does not exist, False if another process has the lock and `wait` is
-    false, and None if the system cannot lock `path`.
+    The value is True if `path` is locked or does not exist, False if another process has the lock,
+    and None if the system cannot lock `path`. wait: wait for the other process instead of yielding
+    False.
     """
     try:
         file = os.open(path, os.O_RDONLY)

@@ -59,8 +59,9 @@ def identity(manifest: Manifest) -> str:
 def write_state(path: Path, bundle: str, tokens: np.ndarray, rows: Sequence[np.ndarray]) -> int:
     """Write a state file and return its size in bytes.
 
-    bundle: hash of the bundle (see `identity`). tokens: i32 `[n]`. rows: the data of each state
-    after these tokens.
+    bundle: hash of the bundle (see `identity`).
+    tokens: i32 `[n]`, the tokens of the sequence.
+    rows: the data of each state after these tokens, as `Session.rows` returns it.
     """
     head = json.dumps({"bundle": bundle, "tokens": len(tokens)}).encode()
     parts: list[bytes | memoryview] = [head.ljust(_HEAD - _HASHED - 1) + b"\n"]
@@ -76,7 +77,10 @@ def write_state(path: Path, bundle: str, tokens: np.ndarray, rows: Sequence[np.n
 
 
 def file_bytes(tokens: np.ndarray, rows: Sequence[np.ndarray]) -> int:
-    """Return the size in bytes of the state file with these tokens and rows."""
+    """Return the size in bytes of a state file.
+
+    tokens: i32 `[n]`. rows: the data of each state after these tokens.
+    """
     return _HEAD + sum(array.nbytes + -array.nbytes % ALIGNMENT for array in (tokens, *rows))
 
 
@@ -97,9 +101,9 @@ def read_head(path: Path) -> StateFile:
 
 
 def read_rows(state: StateFile, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the data of each state, memory-mapped; StateError if the file is damaged.
+    """Return the data of each state in a state file, memory-mapped; StateError if it is damaged.
 
-    like: arrays with the shapes and types of the result.
+    state: the result of `read_head`. like: arrays with the shapes and types of the result.
     """
     data = Part.of(state.path).map()
     digest = bytes(data[len(FORMAT) : len(FORMAT) + _DIGEST])

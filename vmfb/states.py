@@ -24,9 +24,10 @@ Saved: TypeAlias = tuple[np.ndarray, int]
 class Positional:
     """A state with one row for each position of a sequence, such as a KV cache.
 
-    In all methods, `now` is the position of the sequence, that is, its number of tokens. furthest:
-    the largest position that the sequence had before a rewind. Ring buffers need it, because later
-    positions overwrite rows of earlier ones. It is 0 without a rewind, and for all other states.
+    In all methods, `now` is the current position of the sequence, that is, its number of tokens.
+
+    furthest: for a ring buffer (`Window`), the largest position that the sequence had before a
+    rewind, because later positions overwrite rows of earlier ones; otherwise 0.
     """
 
     furthest = 0
@@ -50,14 +51,15 @@ class Positional:
         self.array[:, :position] = rows[:, :position]
 
     def save(self, now: int, ahead: int) -> Saved | None:
-        """Return a copy of the data that `restore` needs, or None if it needs no data.
+        """Return a copy of the data that `restore` needs to return to the current position.
 
         now: the current position. ahead: number of tokens that may be appended before `restore`.
+        Return None if `restore` can do it without a copy.
         """
         return None if self.can_return(now + ahead, now) else (self.rows(now).copy(), self.furthest)
 
     def restore(self, now: int, position: int, saved: Saved | None) -> None:
-        """Go back from position `now` to `position`.
+        """Return this state from position `now` to `position`, an earlier one.
 
         saved: the result of `save` when the sequence was at `position`.
         """
@@ -67,10 +69,12 @@ class Positional:
             self.load(saved[0], position, saved[1])
 
     def copy(self, other: Positional, now: int, position: int, saved: Saved | None) -> None:
-        """Set this state to the one that `other` had at `position`.
+        """Set this state to the state of another sequence at `position`.
 
-        now: the current position of `other`. saved: the result of `other.save` when `other` was at
-        `position`, or None.
+        other: the state of the other sequence.
+        now: the current position of the other sequence; at least `position`.
+        saved: the result of `other.save` when `other` was at `position`; None if `other` can return
+            to `position` without it.
         """
         rows, furthest = saved or (other.array, max(other.furthest, now))
         self.load(rows, position, furthest)
@@ -80,23 +84,24 @@ class Positional:
         return self.array[:, :position]
 
     def settled(self, position: int) -> bool:
-        """Return whether this state contains no rows of tokens that a rewind removed.
+        """Return whether this state contains no data of tokens that a rewind removed.
 
-        position: the sequence's number of tokens. After a rewind, a ring buffer contains such rows
-        until new tokens overwrite them.
+        position: the sequence's number of tokens. After a rewind, a ring buffer contains such data
+        until new tokens overwrite it.
         """
         return True
 
     def begins(self, written: int, position: int) -> bool:
-        """Return whether another sequence can load `rows(written)` and continue at `position`.
+        """Return whether `rows(written)` has the data to continue at an earlier position.
 
-        This is false if tokens after `position` have overwritten data that is needed there.
-        written: this sequence's number of tokens when `rows` is called; at least `position`.
+        If so, another sequence can load this data with `take`, and continue at `position`. written:
+        this sequence's number of tokens when `rows` is called; at least `position`. The result is
+        false if tokens after `position` have overwritten data that is needed there.
         """
         return True
 
     def take(self, rows: np.ndarray, position: int) -> None:
-        """Set this state to a copy of another sequence's state, to continue at `position`.
+        """Load data that another sequence saved, to continue that sequence at `position`.
 
         rows: the result of the other state's `rows(written)`, where `written` is the number of
         tokens of that sequence. The other state's `begins(written, position)` must be true.
@@ -105,7 +110,7 @@ class Positional:
 
 
 class Window(Positional):
-    """A ring buffer with the rows of the latest positions."""
+    """A ring buffer with the rows of the last positions, for sliding-window attention."""
 
     def can_return(self, now: int, position: int) -> bool:
         forgotten = max(self.furthest, now) - self.array.shape[1]
@@ -161,8 +166,9 @@ KINDS: dict[str, type[Positional]] = {"positional": Positional, "window": Window
 class Snapshot:
     """A position of a sequence, and the data that its states need to return to that position.
 
-    saved: the result of `Positional.save` for each state. stale: whether the sequence was rewound
-    to before `position`, so that its tokens may differ.
+    saved: the data of each state; None for a state that can return without any.
+    stale: whether the snapshot can no longer be used, because the sequence was rewound to before
+        `position` and may have other tokens there.
     """
 
     position: int

@@ -40,14 +40,16 @@ _SPIRV_FEATURES = (
 
 @dataclass(frozen=True)
 class Target:
-    """A CPU, a level of CPU features, or a GPU, for which castiron compiles with `flags`.
+    """A CPU, a class of CPUs or a GPU, for which castiron compiles.
 
+    name: the value of `--target`, such as "host", "x86-64-v3" or "cuda:sm_90".
     arch: the architecture, such as "x86_64".
     isa: the instruction set of castiron's kernels, such as "avx2"; empty if castiron has no kernels
         for the target.
     cpu: LLVM's name of the CPU; for `host`, the name that the CPU reports; for a GPU, its
         architecture.
     features: LLVM's names of the features that the compiled code needs; for Vulkan, SPIR-V's names.
+    flags: the flags for iree-compile.
     driver: the IREE runtime's driver for a GPU; empty for a CPU.
     """
 
@@ -135,7 +137,7 @@ GPUS = tuple(_GPUS)
 
 
 def resolve(name: str) -> Target:
-    """Return the target called `name`; raise TargetError if castiron cannot compile for it."""
+    """Return the target called `name`, such as "host"; raise TargetError if it is not supported."""
     if is_gpu(name):
         return _gpu(name)
     if name not in TARGETS:
@@ -170,11 +172,11 @@ def _gpu(name: str) -> Target:
 
 
 def missing_features(target: Target) -> tuple[str, ...]:
-    """Return LLVM's names of the CPU features that `target` needs and this machine lacks.
+    """Return what this machine lacks to run code that is compiled for `target`.
 
-    If the machine's architecture is not the target's, return only the target's architecture, such
-    as "aarch64". For a GPU target, return only its driver, such as "vulkan", without looking for a
-    GPU.
+    - For a CPU: LLVM's names of the missing features; empty if none is missing. If the machine has
+      another architecture, only the target's architecture, such as "aarch64".
+    - For a GPU: always the driver, such as "vulkan"; this function does not look for a GPU.
     """
     if target.driver or target.arch != host_arch():
         return (target.driver or target.arch,)

@@ -1,7 +1,7 @@
 """Copy parts of buffers between host and device memory.
 
-The Python API of the IREE runtime copies only complete buffers. So each GPU bundle contains the
-compiled functions of `TEXT`, which copy parts of buffers with operations of IREE's HAL.
+The Python API of the IREE runtime copies only complete buffers. So each GPU bundle contains
+compiled functions that copy parts of buffers with operations of IREE's HAL; their MLIR is `TEXT`.
 """
 
 from __future__ import annotations
@@ -153,7 +153,10 @@ class Transfer:
     """Copies parts of device buffers; offsets, strides and lengths are in bytes."""
 
     def __init__(self, device: rt.HalDevice, parameters: rt.VmModule, module: rt.VmModule):
-        """Load `module`, a bundle's device.vmfb; parameters: the IREE module with the weights."""
+        """Load the compiled functions that copy parts of buffers.
+
+        parameters: the IREE module with the weights. module: the bundle's device.vmfb.
+        """
         self.device, self._module = device, module
         self._context = rt.VmContext(vm_instance(), [rt.create_hal_module(vm_instance(), device), parameters, module])
         self._functions = {name: module.lookup_function(f"transfer_{name}") for name in ("part", "fill", "copy", "best")}
@@ -173,8 +176,8 @@ class Transfer:
     ) -> None:  # fmt: skip
         """Copy `count` blocks of `length` bytes.
 
-        The first block is copied from `source_at` to `target_at`. Block starts are `source_by`
-        bytes apart in the source and `target_by` bytes apart in the target.
+        source_at, target_at: offset of the first block in bytes.
+        source_by, target_by: bytes from the start of a block to the start of the next one.
         """
         if source_by == target_by == length:
             length, count = length * count, 1
@@ -182,14 +185,24 @@ class Transfer:
             self._call("copy", source, source_at, source_by, target, target_at, target_by, length, count)
 
     def upload(self, data: np.ndarray, target: rt.HalBufferView, at: int, by: int) -> None:
-        """Copy rows, u8 `[rows, length]`, to a buffer: row i to offset `at` + i * `by`."""
+        """Copy the rows of a host array to a device buffer.
+
+        data: u8 `[rows, length]`.
+        at: offset of the first row in the buffer, in bytes.
+        by: bytes from the start of a row to the start of the next one.
+        """
         length = data.shape[1]
         for first, rows, staging in self._chunks(*data.shape):
             staging.array[: rows * length] = data[first : first + rows].reshape(-1)
             self.copy(staging.view, 0, length, target, at + first * by, by, length, rows)
 
     def download(self, source: rt.HalBufferView, at: int, by: int, length: int, count: int) -> np.ndarray:
-        """Return blocks of a buffer, u8 `[count, length]`; block i is at offset `at` + i * `by`."""
+        """Copy `count` blocks of a device buffer to the host; return them as u8 `[count, length]`.
+
+        at: offset of the first block in the buffer, in bytes.
+        by: bytes from the start of a block to the start of the next one.
+        length: bytes of a block.
+        """
         found = np.empty((count, length), np.uint8)
         for first, rows, staging in self._chunks(count, length):
             self.copy(source, at + first * by, by, staging.view, 0, length, length, rows)
@@ -197,10 +210,11 @@ class Transfer:
         return found
 
     def best(self, argmax: rt.HalBufferView, logits: rt.HalBufferView, rows: int, vocab: int) -> list[int]:
-        """Return the argmax of each row of logits, or -1 if the logit at the argmax is NaN.
+        """Download the argmax of each row of logits, with -1 for a row whose largest logit is NaN.
 
-        argmax: the index of the largest logit of each row, i32 `[rows]`, in device memory. logits:
-        f32 `[rows, vocab]`, in device memory.
+        argmax: i32 `[rows]`, in device memory: the index of the largest logit of each row.
+        logits: f32 `[rows, vocab]`, in device memory; only the largest logit of each row is
+            downloaded.
         """
         self._call("best", argmax, logits, self._staging.view, rows, vocab)
         words = self._staging.array[: 8 * rows]

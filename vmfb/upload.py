@@ -22,8 +22,8 @@ _KEY, _SPAN = struct.Struct("<II"), struct.Struct("<QQQ")
 class Upload:
     """Uploads the weights of a bundle to device memory, once for all its compiled modules.
 
-    The runtime's own parameter module would upload the weights once per compiled module, and cannot
-    report progress.
+    It replaces the runtime's own parameter module, which would upload the weights once per compiled
+    module, and cannot report progress.
     """
 
     def __init__(
@@ -33,8 +33,10 @@ class Upload:
         tensors: Mapping[str, memoryview],
         progress: Callable[[int, int], None] | None = None,
     ):
-        """Prepare to upload `tensors`, which are bytes by name.
+        """Prepare to upload weights; they are uploaded when compiled modules are loaded.
 
+        info: the GPU. device: its IREE device.
+        tensors: the bytes of each weight tensor by name.
         progress: called with (bytes uploaded, total) after every tensor.
         """
         self._info, self._device, self._tensors, self._progress = info, device, tensors, progress
@@ -49,18 +51,20 @@ class Upload:
         self.module = self._interface.create()
 
     def finish(self) -> None:
-        """Drop the references to the tensors' bytes; compiled modules keep the device buffers."""
+        """Drop the references to all memory; compiled modules keep the device buffers alive."""
         self._tensors = {}
         self._buffers.clear()
 
     def _load(
         self, device, affinity, wait, signal, scope, target_affinity, memory_type, usage, key_table, keys, spans
     ) -> rt.VmRef:  # fmt: skip
-        """Upload the parameters of a compiled module; return a list of their device buffers.
+        """Upload the weights of a compiled module; return a list of their device buffers.
 
-        The runtime calls this method when it loads the module. key_table, keys: names of the
-        parameters. spans: offset and size in bytes of each. memory_type, usage: how to allocate the
-        buffers.
+        The runtime calls this method when it loads the module.
+
+        key_table, keys: names of the parameters.
+        spans: for each parameter, the offset and size in bytes of the part to upload.
+        memory_type, usage: how to allocate the buffers.
         """
         try:
             table, text, extents = (bytes(memoryview(ref.deref(rt.VmBuffer))) for ref in (key_table, keys, spans))

@@ -40,14 +40,16 @@ def write_irpa(
     entries: Iterable[tuple[str, np.ndarray | Callable[[], np.ndarray], tuple[tuple[int, ...], np.dtype]]],
     progress: Callable[[int, int], None] | None = None,
 ) -> str:
-    """Write `entries` (name, data, (shape, dtype)) in order; return the file's sha256 in hex.
+    """Write tensors to an .irpa file; return the file's sha256 in hex.
 
-    data: an array, or a function that returns the array. The function is called while earlier
-    arrays are still being written; these have at most `PENDING_BYTES`, or are one larger array. An
-    array must have the given shape and item size. Its dtype may differ, such as uint16 for bf16,
-    because the file stores no dtypes. progress: called after every tensor with (bytes of the
-    tensors so far, bytes of all tensors). Raise WeightsError, and leave no file, for a duplicate
-    name or an array of another shape.
+    entries: (name, data, (shape, dtype)) of each tensor, in the order in which to write them. data:
+        an array, or a function that returns the array. The array must have this shape and the item
+        size of this dtype, but may have another dtype, such as uint16 for bf16.
+    progress: called after every tensor with (bytes of the tensors so far, bytes of all tensors).
+
+    A function is called only when its tensor is next, while earlier arrays are still being written.
+    At most `PENDING_BYTES` wait to be written, or one larger array. Raise WeightsError, and leave
+    no file, for a duplicate name or an array of another shape.
     """
     plan = [(name, data, tuple(shape), np.dtype(dtype)) for name, data, (shape, dtype) in entries]
     sizes = [prod(shape) * dtype.itemsize for _, _, shape, dtype in plan]
@@ -119,7 +121,8 @@ def read_irpa(data: memoryview) -> dict[str, memoryview]:
 def _head(names: list[bytes], sizes: list[int]) -> tuple[bytes, list[int], int]:
     """Return (bytes of the file before the data, offset of each tensor, offset of the data).
 
-    The offset of a tensor counts from the start of the data, in bytes.
+    names: names of the tensors. sizes: their sizes in bytes. The offset of a tensor is in bytes
+    from the start of the data.
     """
     table = _HEADER.size + -_HEADER.size % 16
     text = table + len(names) * _ENTRY_SIZE
