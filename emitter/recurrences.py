@@ -102,7 +102,9 @@ def _index(step: Step, kind: str, name: str, layer: int, operands: Sequence[Valu
     record = step.records[name]
     if record.kind != "recurrent" or layer not in record.layers:
         raise fail(
-            kind, f"no recurrent state {name!r} for layer {layer}; add it to the state's layers", (*operands, step.states[name])
+            kind,
+            f"{name!r} is not a recurrent state of layer {layer}; declare it with kind 'recurrent' and this layer in `layers`",
+            (*operands, step.states[name]),
         )
     return record.layers.index(layer)
 

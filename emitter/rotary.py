@@ -243,6 +243,9 @@ def _check_base(theta: float, rotary_dim: int) -> None:
     if not is_positive(theta) or theta <= 1:
         raise EmitError(f"'rope_theta' is {shorten(theta)}; it must be a number above 1")
     if rotary_dim > _LONGEST:
-        raise EmitError(f"rotary_dim is {rotary_dim}; it must be at most {_LONGEST}")
+        raise EmitError(
+            f"number of rotated features in a head is above {_LONGEST}: {rotary_dim}; correct 'head_dim' "
+            "or 'partial_rotary_factor' in the config"
+        )
     if rotary_dim < 1:
         raise EmitError("rotary_dim is 0; increase 'partial_rotary_factor'")

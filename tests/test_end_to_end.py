@@ -174,5 +174,5 @@ def test_one_error_lists_all_tensors_that_do_not_fit(checkpoint_dir):
         build_module(checkpoint, Options())
     assert re.search(r"model.layers.3.input_layernorm.weight \[64\] is missing(;.*)? and [0-9]+ more; ", str(error.value))
     assert re.search(
-        r"model.layers.0.self_attn.[kq]_proj.bias \[\d+\] is left over(;.*)? and [0-9]+ more; give", str(error.value)
+        r"model.layers.0.self_attn.[kq]_proj.bias \[\d+\] is left over(;.*)? and [0-9]+ more; use", str(error.value)
     )

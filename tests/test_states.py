@@ -157,7 +157,7 @@ def test_a_snapshot_is_stale_after_an_earlier_rewind(compiled, expected):
     session.prefill(TOKENS[18:25])
     session.restore(late)
     session.restore(early)
-    with pytest.raises(SessionError, match="snapshot of position 18: the session was rewound to before"):
+    with pytest.raises(SessionError, match="snapshot of position 18: the session was later rewound to"):
         session.restore(late)
     session.prefill(TOKENS[12:30])
     agrees(session, expected)

@@ -316,8 +316,8 @@ def _check_facts(name: str, facts: Mapping[str, Any]) -> None:
         if len(work.flops) != 3 or len(work.bytes) != 3:
             lengths = f"{len(work.flops)} numbers in 'flops' and {len(work.bytes)} in 'bytes'"
             raise RecordError(
-                f"manifest field '{name}.work': kernel {short(kernel)} has {lengths}; "
-                "each must have 3: at position 0, increase per position, maximum"
+                f"manifest field '{name}.work': kernel {short(kernel)} has {lengths}; give 3 in each: the "
+                "value at position 0, its increase per position, its maximum"
             )
         if wrong := [amount for amount in amounts if not 0 <= amount < 2**63]:
             number = "a negative number" if wrong[0] < 0 else "a number above 2**63 - 1"
@@ -367,7 +367,8 @@ def check(manifest: Manifest) -> None:
     limit = min(max(manifest.files[WEIGHTS].size, 4096) if WEIGHTS in manifest.files else 2**31, 2**31 - 1)
     if manifest.vocab > limit:
         raise RecordError(
-            f"manifest field 'vocab' is {manifest.vocab}, but weights.irpa is too small for more than {limit} tokens"
+            f"manifest field 'vocab' is {manifest.vocab}; it must be at most {limit}, because weights.irpa "
+            "has space for no more tokens"
         )
     _check_states(manifest)
     _check_facts("source", manifest.source)
@@ -447,4 +448,7 @@ def _check_states(manifest: Manifest) -> None:
                 f"{state_field} has {state.shape[1]} positions; it must have {manifest.max_context} (max_context)"
             )
         if state.kind == "window" and state.shape[1] < (needed := ring_rows(state.window, widest)):
-            raise RecordError(f"{state_field} has {state.shape[1]} rows; its window and the widest function need {needed}")
+            raise RecordError(
+                f"{state_field} has {state.shape[1]} rows; it must have at least {needed} for its window and "
+                "the widest function"
+            )

@@ -69,7 +69,8 @@ def _check_module(module: Path, manifest: Manifest) -> None:
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise BundleError(
-            f"cannot read module: {module} ({reason}); compile it with the iree-compile of the installed IREE runtime's version"
+            f"cannot read module: {module} ({reason}); compile it with an iree-compile of the same version "
+            "as the installed IREE runtime"
         ) from None
     remedy = "compile the MLIR file that castiron compile --keep wrote, or a change of it"
     check_functions(module, loaded, manifest, manifest.functions, remedy)

@@ -169,8 +169,8 @@ class Session:
         widths = [min(width for width in self._embed if width >= part.size) for part in parts]
         if self.position + sum(widths) > self.context:
             raise SessionError(
-                f"{ids.size} tokens from position {self.position} would end past the context of {self.context}, because "
-                f"embed functions pad them to {sum(widths)}; give fewer tokens"
+                f"too many tokens at position {self.position}: embed functions pad {ids.size} to {sum(widths)}, "
+                f"which end past the context of {self.context}; give fewer tokens, or a larger --context"
             )
         return np.concatenate(
             [self._append(self._embed[w], part).floats(0)[: part.size] for w, part in zip(widths, parts, strict=True)]
@@ -251,8 +251,8 @@ class Session:
             )
         if snapshot.stale:
             raise SessionError(
-                f"cannot restore the snapshot of position {snapshot.position}: "
-                "the session was rewound to before that position; prefill the tokens again"
+                f"cannot restore the snapshot of position {snapshot.position}: the session was later rewound "
+                "to an earlier position; prefill the tokens again"
             )
         for state, saved in zip(self._states, snapshot.saved, strict=True):
             state.restore(self.position, snapshot.position, saved)
@@ -384,7 +384,7 @@ class Session:
 
 
 class Row:
-    """A reference to one row of the logits that `call` returned, valid until its next `invoke`."""
+    """A reference to one row of the logits that `call` returned; `call.invoke` invalidates it."""
 
     def __init__(self, call: Call, row: int):
         self.call, self.row = call, row

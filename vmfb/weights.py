@@ -82,7 +82,8 @@ def write_irpa(
                 if array.shape != shape or array.dtype.itemsize != dtype.itemsize:
                     found, wanted = f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}"
                     raise WeightsError(
-                        f"{path}: parameter {name!r} is {found}, not {wanted}; if the checkpoint changed, compile again"
+                        f"wrong type of parameter {name!r} in {path}: {found}, not {wanted}; compile again, and do "
+                        "not change the checkpoint meanwhile"
                     )
                 finish(max(0, PENDING_BYTES - size))
                 put(bytes(start + offset - end))

@@ -200,7 +200,8 @@ class Matmul:
     def nbytes(self) -> int:
         """Return the bytes of memory traffic of a call: the size of its operands and its result.
 
-        With experts, it counts the weights of min(experts, number of pairs) experts.
+        With experts, it counts the weights of each expert once, for at most as many experts as the
+        call has (token, expert) pairs.
         """
         types = self.operands() | self.results()
         weight = types.pop("weight").nbytes

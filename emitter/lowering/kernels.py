@@ -1,6 +1,7 @@
 """Lowering rules that replace layer operations, such as attention, by CPU kernel calls.
 
-`lowering.fusion` runs first and fuses some layer operations, for which there are rules here too.
+`lowering.fusion` runs first and replaces groups of layer operations by fused operations. There are
+rules here for fused and for other layer operations.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class Mamba:
         head_dim = features // heads if stated == "auto" else stated
         if head_dim * heads != features:
             raise EmitError(
-                f"the {c.model_type} config has {heads} Mamba heads ('mamba_n_heads') of size {shorten(stated)} "
-                f"('mamba_d_head'); heads x size must be {features}"
+                f"the Mamba heads in the {c.model_type} config have the wrong total size: {heads} heads ('mamba_n_heads') "
+                f"of size {shorten(stated)} ('mamba_d_head'); correct these keys so that heads x size is {features}"
             )
         return cls(
             heads,

@@ -104,7 +104,8 @@ class ModelApi:
     async def embeddings(self, body: EmbeddingsRequest) -> Any:
         raise ApiError(
             400,
-            f"{self.names[0]} is not an embedding model; serve one, or use another endpoint",
+            f"{self.names[0]} is not an embedding model and cannot embed text; use a server with an embedding "
+            "model, or generate text at /v1/chat/completions",
             "model",
             "model_not_supported",
         )

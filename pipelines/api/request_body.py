@@ -96,7 +96,11 @@ class Body(BaseModel):
         if info.context is not None and cls.model_config["extra"] == "forbid":
             if len(unknown) > MAX_UNKNOWN:
                 limits = {"count": len(unknown), "limit": MAX_UNKNOWN}
-                raise PydanticCustomError("too_many", "the object has {count} unknown fields; send at most {limit}", limits)
+                raise PydanticCustomError(
+                    "too_many",
+                    "the object has too many unknown fields: {count} (limit: {limit}); remove the unknown fields",
+                    limits,
+                )
             info.context.update(unknown)
             reported = []
         return {name: each for name, each in given.items() if name in known or name in reported}
@@ -148,7 +152,7 @@ def parse_body(record: type[Model], data: bytes, strict: bool = False) -> Model:
     try:
         value = from_json(data, allow_inf_nan=False)
     except ValueError as error:
-        raise ApiError(400, f"the body of this request is not valid JSON: {error}") from None
+        raise ApiError(400, f"the body of this request is not valid JSON: {error}; send one JSON object") from None
     ignored = None if strict else set[str]()
     body = parse_record(record, value, ignored)
     log_ignored(ignored or ())
@@ -170,7 +174,9 @@ def check_values(data: bytes) -> None:
     # The quick count above includes quotes and brackets inside strings; only the regex counts exactly.
     for count, _ in enumerate(_VALUE.finditer(data)):
         if count == MAX_VALUES:
-            raise ApiError(400, f"the body of this request has more than {MAX_VALUES} strings, lists and objects; send less")
+            raise ApiError(
+                400, f"the body of this request has more than {MAX_VALUES} strings, lists and objects; send fewer of them"
+            )
 
 
 def log_ignored(names: Iterable[str]) -> None:

@@ -118,7 +118,12 @@ class ResponseStore:
         owner: API key of the client.
         """
         if (found := self.get(owner, name)) is None:
-            raise ApiError(404, f"no such response: {name!r:.80}; the server may have deleted it", code="response_not_found")
+            raise ApiError(
+                404,
+                f"no such response: {name!r:.80}; use the id of a response that this server still stores, "
+                "or create a new response",
+                code="response_not_found",
+            )
         return found.body
 
     def delete(self, owner: bytes, name: str) -> None:

@@ -53,7 +53,7 @@ class Summary:
         return (self.prompt_tokens + self.generated_tokens) / self.seconds if self.seconds else 0.0
 
     def count(self, outcome: Outcome) -> None:
-        """Add a record that this run has finished to the counts.
+        """Count a finished record and its tokens.
 
         outcome: the answer to the record, with its token counts.
         """

@@ -144,7 +144,7 @@ def _request(fields: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     if unknown := [name for name in fields if name not in FIELDS]:
         raise PipelineError(f"unknown field: {unknown[0][:40]!r}; use {', '.join(FIELDS)}")
     if not isinstance(fields.get("custom_id"), str):
-        raise PipelineError("custom_id must be a string; give each record a custom_id")
+        raise PipelineError('custom_id is missing or not a string; give each record a string, such as "request-1"')
     if fields.get("method", "POST") != "POST":
         raise PipelineError(f"unsupported method: {str(fields['method'])[:40]}; use POST")
     url = fields.get("url")
@@ -163,5 +163,5 @@ def _body(fields: Mapping[str, Any]) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:
             raise PipelineError(f"body is not JSON: {error}; give a JSON object") from None
     if not isinstance(body, dict):
-        raise PipelineError("body is not a JSON object; give the fields of the request")
+        raise PipelineError("body is missing or not a JSON object; put the fields of the request into body")
     return body

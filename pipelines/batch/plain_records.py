@@ -93,7 +93,7 @@ class Prompts:
         if (ids := ids_of(prompt, self.manifest.vocab)) is not None:
             return ids, False
         if not isinstance(prompt, str):
-            raise PipelineError("prompt must be text or a list of token ids")
+            raise PipelineError("prompt is neither text nor a list of token ids; give a string, or a list such as [1, 2, 3]")
         return encode_question(prompt, tokenizer, self.system, self.raw), not self.raw and tokenizer.chat_template is not None
 
     def _request(self, ids: Sequence[int], chat: bool, seed: int) -> Request:
@@ -125,7 +125,7 @@ class Embeddings:
         given = record.fields[name := column_of(record.fields, TEXTS)]
         ids = ids_of(given, self.embedder.bundle.manifest.vocab)
         if ids is None and not isinstance(given, str) and given != []:
-            raise PipelineError(f"{name} must be text or a list of token ids")
+            raise PipelineError(f"{name} is neither text nor a list of token ids; give a string, or a list such as [1, 2, 3]")
         tokens = self.embedder.tokens(given, self.prompt)
 
         def outcome() -> Outcome:
@@ -159,7 +159,10 @@ def messages_of(value: Any) -> list[dict[str, Any]]:
         joined.
     """
     if not is_messages(value):
-        raise PipelineError("messages must be a non-empty list of objects with role and content")
+        raise PipelineError(
+            "messages is empty or not a list of objects with role and content; give at least one, such "
+            'as {"role": "user", "content": "Hello"}'
+        )
     return [{**message, "content": _content(message, index)} for index, message in enumerate(value)]
 
 
@@ -170,9 +173,12 @@ def _content(message: Mapping[str, Any], index: int) -> str:
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
     if not isinstance(message.get("role"), str):
-        raise PipelineError(f"messages.{index}: role must be a string")
+        raise PipelineError(f'messages.{index}: role is missing or not a string; give a role, such as "user"')
     if len(texts) < len(parts) or not all(isinstance(t, str) for t in texts):
-        raise PipelineError(f"messages.{index}: content must be a string or a list of parts of type text")
+        raise PipelineError(
+            f"messages.{index}: content is missing or has a part that is not text; give a string, or a "
+            "list of parts of type text"
+        )
     return "".join(texts)
 
 

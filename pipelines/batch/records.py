@@ -179,7 +179,7 @@ def _record(index: int, number: int, line: bytes, was_openai: bool) -> Record:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON; use null or a number")
+    raise ValueError(f"it has the constant {name}; use null or a number")
 
 
 @dataclass(frozen=True)

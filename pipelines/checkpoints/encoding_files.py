@@ -37,7 +37,10 @@ def read_encoding(path: Path) -> Encoding | None:
     modules = [_module(path, entry) for entry in (found if isinstance(found, list) else [])]
     if [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"] or modules[0][1]:
         kinds = shorten_text(", ".join(kind for kind, _ in modules[:2])) or "no modules"
-        raise CheckpointError(f"{path / MODULES} begins with {kinds}; castiron supports only Transformer, then Pooling")
+        raise CheckpointError(
+            f"{path / MODULES} begins with unsupported modules: {kinds}; give a model that begins with "
+            "Transformer, in the model's own directory, and then Pooling"
+        )
     pooling, tensors = Pooling(_mode(path / modules[1][1]), normalised=False), {}
     for kind, folder in modules[2:]:
         if kind == "Normalize" and not pooling.normalised:
@@ -50,7 +53,8 @@ def read_encoding(path: Path) -> Encoding | None:
             tensors |= {(name := f"{folder}.{leaf}"): replace(tensor, name=name) for leaf, tensor in stored.items()}
         elif kind != "Dropout":  # only training uses it
             raise CheckpointError(
-                f"{path / MODULES}: unsupported module {shorten_text(kind)}; supported are Dense, then Normalize"
+                f"{path / MODULES}: unsupported module in this place: {shorten_text(kind)}; give a model that "
+                "has after Pooling only Dense modules, and then at most one Normalize"
             )
     prompts = json_object(path / _PROMPTS) or {}
     limits = next((json_object(file) or {} for file in sorted(path.glob(_LIMITS))), {})

@@ -76,8 +76,9 @@ def latent_attention(config: dict, metadata: Metadata) -> None:
         key, value = own
     if not key or not value or key <= rotated:
         raise metadata.error(
-            f"invalid head sizes: keys have {key or 0} features, which must be above {rotated} (rope.dimension_count); "
-            f"values have {value or 0}, which must be above 0; download the file again"
+            f"invalid size of keys or values in a head: {key or 0} and {value or 0}; keys must have more "
+            f"than {rotated} features (rope.dimension_count) and values more than 0, so download the file "
+            "again"
         )
     config |= {"qk_nope_head_dim": key - rotated, "v_head_dim": value, "head_dim": rotated}
     config["num_key_value_heads"] = config["num_attention_heads"]

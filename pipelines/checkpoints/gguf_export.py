@@ -179,7 +179,10 @@ def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, st
             stack = f"blk.{layer[1]}.{match[1]}.{layer[3]}", codecs[tensor.name]
             stacked.setdefault(stack, {})[int(match[0][1])] = tensor
         elif top is None or top[1] not in tops:
-            raise CheckpointError(f"{checkpoint.path}: GGUF has no name for the tensor {tensor.name}; {_CONVERT}")
+            raise CheckpointError(
+                f"{checkpoint.path} cannot be written as GGUF: castiron has no GGUF name for the tensor {tensor.name}; "
+                f"{_CONVERT}"
+            )
         elif tensor.name != HEAD or not config.get("tie_word_embeddings"):
             found.append(_exported(tensor, f"{tops[top[1]]}.{top[2]}", codecs, read, row))
     return found + [_stack(name, codec, parts, read) for (name, codec), parts in stacked.items()]
@@ -242,7 +245,7 @@ def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tenso
     if names := ", ".join(sorted(_differing(ours, theirs))):
         model = f"{checkpoint.config['model_type']} model"
         raise CheckpointError(
-            f"{checkpoint.path} is a {model} that cannot be written as GGUF, because GGUF cannot store its {names}; {_CONVERT}"
+            f"{checkpoint.path} is a {model} with settings that castiron cannot write to GGUF: {names}; {_CONVERT}"
         )
 
 
@@ -304,7 +307,8 @@ def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: i
     name = next((name for name, row in rows if kinds_of(row.steps) == kinds_of(steps)), None)
     if name is None:
         raise CheckpointError(
-            f"{checkpoint.path} cannot be written as GGUF: llama.cpp has no name for its pre-tokenizer; {_CONVERT}"
+            f"{checkpoint.path} cannot be written as GGUF: castiron does not know the GGUF name of its "
+            f"pre-tokenizer; {_CONVERT}"
         )
     tokens, kinds = _tokens(found, vocab)
     merges = [" ".join(pair) for pair in found["model"]["merges"]]

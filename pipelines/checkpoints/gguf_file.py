@@ -253,7 +253,10 @@ def write_gguf(out: BinaryIO, entries: Sequence[Buffer], tensors: Sequence[Tenso
     for tensor in tensors:
         data = np.ascontiguousarray(tensor.read()).reshape(-1).view(np.uint8)
         if data.size != tensor.nbytes:
-            raise ValueError(f"data of tensor {tensor.name} has {data.size} bytes; its shape needs {tensor.nbytes}")
+            raise ValueError(
+                f"data of tensor {tensor.name} has the wrong size: {data.size} bytes; return {tensor.nbytes} "
+                "bytes from its `read`"
+            )
         out.write(data)
         out.write(bytes(padded(data.size) - data.size))
         written += padded(data.size)

@@ -148,7 +148,10 @@ def gemma4_ropes(config: dict, metadata: Metadata) -> None:
     factors, local = _factors(metadata, "rope_freqs.weight"), metadata.real("rope.freq_base_swa", _LOCAL_ROPE_BASE)
     rotated = 0 if factors is None else int((factors == 1).sum())
     if factors is None or len(factors) * 2 != config["global_head_dim"] or (factors[rotated:] < _NO_ROTATION).any():
-        raise metadata.error(f"rope_freqs.weight is {'missing' if factors is None else 'invalid'}; convert the model again")
+        raise metadata.error(
+            "rope_freqs.weight is missing, or it is not a list of 1s and then 1e30s, one for every two features of a head "
+            "with full attention; convert the model again"
+        )
     for key, length in (("", "global_head_dim"), ("_swa", "head_dim")):
         if metadata.integer(f"rope.dimension_count{key}") not in (None, config[length]):
             raise metadata.invalid(f"rope.dimension_count{key}", f"{config[length]}, the size of a head")
@@ -329,8 +332,8 @@ def gemma4_layers(config: dict, metadata: Metadata) -> None:
     config["attention_k_eq_v"] = not metadata.has(kinds.index("full_attention"), "attn_v.weight")
     if not config["attention_k_eq_v"] and len(set(kv_heads)) > 1:
         raise metadata.error(
-            f"numbers of KV heads differ between layers: {sorted(set(kv_heads))}; this is supported only if layers with full "
-            "attention have no attn_v.weight"
+            f"numbers of KV heads differ between layers: {sorted(set(kv_heads))}; give a file with equal "
+            "numbers, or one without attn_v.weight in layers with full attention"
         )
     _gemma4_widths(config, metadata)
     config["head_dim"], config["global_head_dim"] = (_gemma4_head(metadata, ending) for ending in ("_swa", ""))

@@ -40,7 +40,7 @@ def json_value(path: Path) -> Any:
     if text is None:
         return None
     if has_too_many_values(text):
-        raise CheckpointError(f"{path} has too many JSON values; download the file again")
+        raise CheckpointError(f"{path} has more JSON values than castiron reads; download the file again")
     try:
         content = json.loads(text)  # a number of over 4,300 digits is a ValueError
         # json.dumps cannot write a string with half of a surrogate pair.

@@ -155,7 +155,8 @@ def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
     bits = 32 * packed.shape[1] // inner
     if bits not in (4, 8) or packed.shape != (out, -(-inner * bits // 32)):
         raise stored.error(
-            f"weight_packed {list(packed.shape)} does not fit {list(shape)} codes of 4 or 8 bits; download the model again"
+            f"weight_packed {list(packed.shape)} does not store a weight {list(shape)} in 4 or 8 bits; "
+            "give a checkpoint with 4 or 8 bits, or if this is one, download it again"
         )
     order = stored.order("weight_g_idx", inner, scales.shape[1])
     codes = lambda: _codes(_unpacked(packed, bits)[:, :inner], bits)
@@ -215,23 +216,23 @@ def _bitsandbytes_4_bits(stored: Stored) -> tuple[Tensor, ...]:
         if any(type(n) is not int or n < 1 for n in (out, inner, size, nested)) or fields["quant_type"] != kind:
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise stored.error(f"{_STATES[kind]} is invalid; download the model again") from None
+        raise stored.error(f"{_STATES[kind]} has no valid shape, blocksize and quant_type; download the model again") from None
     quant_map, absmax = stored["weight.quant_map"], stored["weight.absmax"]
     blocks, codec = -(-out * inner // size), "U8" if "nested_blocksize" in fields else "f32"
     if quant_map.codec != "f32" or quant_map.data.tobytes() != np.array(_TABLES[kind], "<f4").tobytes():
         raise stored.error(f"quant_map is not the table of {kind}; download the model again")
     if prod(packed.shape) * 2 != out * inner or inner % 2 or absmax.shape != (blocks,) or absmax.codec != codec:
         raise stored.error(
-            f"{prod(packed.shape)} bytes and absmax {list(absmax.shape)} of type {absmax.codec} do not fit the shape "
-            f"{[out, inner]} in quant_state; download the model again"
+            f"a weight of {prod(packed.shape)} bytes with absmax {list(absmax.shape)} of type {absmax.codec} "
+            f"does not fit the shape in quant_state: {[out, inner]}; download the model again"
         )
     if codec == "U8":
         of_nested = stored["weight.nested_absmax"], stored["weight.nested_quant_map"]
         sizes = [prod(part.shape) for part in of_nested]
         if {part.codec for part in of_nested} != {"f32"} or sizes != [-(-blocks // nested), 256]:
             raise stored.error(
-                f"nested_absmax has {sizes[0]} numbers and nested_quant_map {sizes[1]}; they must have "
-                f"{-(-blocks // nested)} and 256, all f32; download the model again"
+                f"wrong sizes or types of nested_absmax and nested_quant_map: {sizes[0]} and {sizes[1]} numbers, "
+                f"instead of {-(-blocks // nested)} and 256 of type f32; download the model again"
             )
 
     def scales() -> np.ndarray:

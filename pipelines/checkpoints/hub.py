@@ -62,8 +62,8 @@ def fetch(name: HubName, progress: Progress | None = None) -> Path:
     except Unreachable as error:
         if (path := cached(name)) is None:
             raise CheckpointError(
-                f"{name}: no such file or directory, no download ({error}), and {cache_folder()} has no complete copy; "
-                "give the path of a model, or try again"
+                f"cannot find {name}: it is not a path on this machine, its download failed ({error}), and "
+                f"{cache_folder()} has no complete copy; give the path of a model, or try again"
             ) from None
         print_message(f"{error}; using the files of {name} in {cache_folder()}")
         return path

@@ -79,7 +79,10 @@ class Stored:
         rows, columns = self._group(found, shape)
         codec_name = scaled_codec(kind, gcd(columns, shape[1]), scales.codec)
         if codec_name is None:
-            raise self.error(f"unsupported groups of {columns} in rows of {shape[1]}; supported are multiples of 32")
+            raise self.error(
+                f"unsupported size of quantisation groups: {columns} columns in rows of {shape[1]}; give a "
+                "checkpoint in which both are multiples of 32"
+            )
         codec = codec_of(codec_name)
         of_blocks = np.arange(shape[0])[:, None] // rows, np.arange(shape[1] // codec.block) * codec.block // columns
 

@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     if unknown := [kind for kind in args.kinds if kind not in KINDS]:
         args.parser.error(f"argument KIND: {unknown[0]!r} is not one of {', '.join(KINDS)}")
     if args.older_than is not None and not 0 <= args.older_than < float("inf"):
-        args.parser.error(f"argument --older-than: invalid number of days: {args.older_than:g}")
+        args.parser.error(f"argument --older-than: invalid number of days: {args.older_than:g}; give 0 or more")
     clears = args.action == "clear"
     kinds = tuple(dict.fromkeys(args.kinds)) or tuple(kind for kind in KINDS if not (clears and kind in cache.PRECIOUS))
     if args.older_than is not None and not clears:

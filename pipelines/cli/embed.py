@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
 def texts_of(args: argparse.Namespace) -> Iterator[str]:
     """Yield the texts of the arguments, a file or stdin; PipelineError if there are none."""
     if args.texts and args.file:
-        args.parser.error("argument TEXT: not allowed with --file")
+        args.parser.error("texts cannot be combined with --file; remove the texts or --file")
     source = "-" if args.texts == ["-"] else args.file
     if source is None and not args.texts:
         raise PipelineError("no texts; give them as arguments, or a file with --file")

@@ -78,7 +78,7 @@ def _model(args: argparse.Namespace) -> Module:
     if args.model is None:
         raise PipelineError("nothing to print; give a MODEL, or --kernel with its --shape")
     if args.shape or args.tokens is not None or args.isa:
-        raise PipelineError("--shape, --tokens and --isa need --kernel; add --kernel, or remove these three")
+        raise PipelineError("--shape, --tokens and --isa need --kernel; add --kernel, or remove the options that need it")
     options = compile_options(args)
     with Progress() as progress:
         checkpoint = open_source(args.model, options, progress)

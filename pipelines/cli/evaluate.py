@@ -179,7 +179,10 @@ def base_of(
             raise PipelineError("llama.cpp cannot merge the bundle's adapter; compare with hf or a bundle")
         source = checkpoint_of(bundle, checkpoint, any_format=True)
         if source.is_dir():
-            raise PipelineError(f"llama.cpp reads only GGUF files, but {source} is a directory; give one with --checkpoint")
+            raise PipelineError(
+                f"llama.cpp reads only GGUF files, but the checkpoint is a directory: {source}; give a GGUF "
+                "file with --checkpoint"
+            )
         return named, llama_cpp_logits(source, context, threads)
     other = open_bundle(named)
     tokenizers = [load_tokenizer(each).backend.to_str() for each in (bundle, other) if each.tokenizer]

@@ -168,7 +168,7 @@ def model_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[st
         if name not in ("-m", "--model"):
             others.append(word)
         elif (value := value if equals else next(words, None)) is None:
-            parser.error(f"argument {name}: expected a model")
+            parser.error(f"argument {name} has no value; give the path or the name of a model after it")
         else:
             models.append(value)
     return [*models, *others, *words]

@@ -123,10 +123,11 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check_prompt(args: argparse.Namespace) -> None:
-    """Check the options that give a prompt. If there are none, set args.prompt to PROMPT or "-".
+    """Check the options that give a prompt: PROMPT (an argument), -p, -f or --tokens.
 
-    PROMPT is the text on the command line. If it is absent, "-" means that the prompt comes from
-    stdin. Raises PipelineError for options that exclude each other, and if there is no prompt.
+    If none of the options is given, set args.prompt to PROMPT, or to "-", which means stdin, if
+    PROMPT is absent too. Raise PipelineError for options that exclude each other, and if there is
+    no prompt and stdin is a terminal.
     """
     has_option = not (args.prompt is args.file is args.tokens is None)
     if args.words and has_option:
@@ -138,7 +139,9 @@ def check_prompt(args: argparse.Namespace) -> None:
     if args.suffix is not None and (args.system or args.tokens or args.template_arg):
         raise PipelineError("--suffix needs a text prompt and no chat template; remove --system, --tokens and --template-arg")
     if args.tokens and (args.system or args.raw):
-        raise PipelineError("--system and --raw need a text prompt, not --tokens")
+        raise PipelineError(
+            "--system and --raw do not work with --tokens; give a text prompt instead of --tokens, or remove --system and --raw"
+        )
     if args.template_arg and (args.tokens or args.raw):
         raise PipelineError("--template-arg needs the chat template; remove --template-arg, or remove --raw and --tokens")
 

@@ -85,7 +85,9 @@ class Generate:
         if taken := [name for name in ANSWER if name in names]:
             raise PipelineError(f"the rows already have a column {taken[0]}, in which answers are stored; rename or drop it")
         if not {self.prompt, self.messages} & set(names):
-            raise PipelineError(f"the rows have no column {self.prompt} or {self.messages}, only {', '.join(names)}; add one")
+            raise PipelineError(
+                f"the rows have only the columns {', '.join(names)}; add a column {self.prompt} or {self.messages}"
+            )
         columns = [batch.column(name).to_pylist() for name in (self.prompt, self.messages) if name in names]
         return _with_answers(batch, self.answers([_prompt(values) for values in zip(*columns)]))
 
@@ -210,8 +212,8 @@ class Engines:
     def wait(self, running: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
         """Wait up to `seconds` until an actor's call ends; return [the call], or [] if none ended.
 
-        running: the calls that answer records. This method also waits for calls of `has_bundle`,
-        the first call of each new actor.
+        running: unfinished calls, in which actors generate answers for a batch job. This method
+        also waits for calls of `has_bundle`, the first call of each new actor.
         """
         if not running and not self.ready and time.monotonic() > self.message_time:
             print_message("no node of the cluster has free CPUs for this job yet; waiting for one")

@@ -85,7 +85,9 @@ def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
         kinds = [[problem for problem in problems if problem.endswith(" is left over") == left] for left in (False, True)]
         limit = 180 // sum(map(bool, kinds))
         listed = "; ".join(shorten_list(kind, "; ", limit) for kind in kinds if kind)
-        raise CheckpointError(f"{checkpoint.path} does not match its config: {listed}; give a complete checkpoint")
+        raise CheckpointError(
+            f"tensors of {checkpoint.path} do not match its config: {listed}; use the config and all tensors of one model"
+        )
     return module
 
 

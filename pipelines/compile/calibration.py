@@ -92,7 +92,7 @@ def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
     try:
         content = Path(text).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise PipelineError(f"{text} is not UTF-8 text; give a text to calibrate on") from None
+        raise PipelineError(f"text to calibrate on is not UTF-8: {text}; convert it to UTF-8") from None
     tokens = encode_text(tokenizer_of(checkpoint.tokenizer, checkpoint.path), content, add_special_tokens=False).ids
     length = min(CHUNK, len(tokens) // WIDTH * WIDTH)
     if not length:

@@ -73,23 +73,31 @@ class Options:
         if not self.lowering:
             object.__setattr__(self, "lowering", GPU_LOWERING if is_gpu(self.target) else "kernels")
         if self.lowering == ("kernels" if is_gpu(self.target) else GPU_LOWERING):
-            raise EmitError(f"lowering {self.lowering!r} does not support target {self.target}; change one of the two")
+            raise EmitError(
+                f"lowering {self.lowering!r} does not support target {self.target}; leave the lowering out "
+                "to use the default of the target"
+            )
         known = {"weights": WEIGHTS, "numerics": NUMERICS, "cache": STORAGE, "lowering": LOWERINGS}
         for name, allowed in known.items():
             if getattr(self, name) not in allowed:
-                raise EmitError(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
+                raise EmitError(f"unknown {name}: {getattr(self, name)!r}; use one of {', '.join(allowed)}")
         for name, limit in (("batch", 64), ("speculate", 64), ("embed", 512)):
             sizes = getattr(self, name)
             if len(set(sizes)) != len(sizes) or min(sizes, default=2) < 2 or max(sizes, default=0) > limit:
                 raise EmitError(f"{name} is {', '.join(map(str, sizes))}; give distinct sizes from 2 to {limit}")
         if self.calibrate and self.weights not in QUANTISED:
-            raise EmitError(f"calibrate needs quantised weights, and weights is {self.weights!r}; choose a quantised type")
+            raise EmitError(
+                f"cannot calibrate unquantised weights: weights is {self.weights!r}; use a quantised type "
+                "such as q4_k, or leave calibrate out"
+            )
         if self.max_context is not None and self.max_context < (self.context or 1):
             raise EmitError(f"max_context is {self.max_context}; it must be at least the context, {self.context or 1}")
         if self.threads is not None and self.threads < 1:
             raise EmitError(f"threads is {self.threads}; it must be at least 1")
         if bad := [flag for flag in self.iree_flags if not flag.startswith("--")]:
-            raise EmitError(f"{bad[0]!r} is not a flag of iree-compile; give one, as --iree-flag=--iree-opt-level=O2")
+            raise EmitError(
+                f"flag of iree-compile does not start with --: {bad[0]!r}; give it as in --iree-flag=--iree-opt-level=O2"
+            )
 
     def for_one_sequence(self) -> Options:
         """Return a copy of these options with only the functions for one prompt at a time."""

@@ -292,7 +292,7 @@ def named_kernel(name: str, shape: str, *, tokens: int | None = None, **options:
     """
     kind = KINDS.get(name)
     if kind is None:
-        raise PipelineError(f"kernel {name!r} is not one of {', '.join(KINDS)}")
+        raise PipelineError(f"unknown kernel: {name!r}; use one of {', '.join(KINDS)}")
     words = shape.split("x")
     if len(words) != len(kind.shape.split("x")) or not all(w.isascii() and w.isdigit() and int(w) for w in words):
         raise PipelineError(f"shape {shape!r} does not fit {name}; --shape takes {kind.shape}, such as {kind.example}")

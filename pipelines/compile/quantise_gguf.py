@@ -63,8 +63,8 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
     copies = checkpoint.format == "gguf" and not options.adapter
     if checkpoint.encoding and not copies:
         raise PipelineError(
-            f"cannot write the embedding model {checkpoint.path} as GGUF; give a GGUF file without --adapter, or compile the "
-            f"model: castiron compile --weights {options.weights}"
+            f"cannot write an embedding model as GGUF: {checkpoint.path}; run castiron compile --weights "
+            f"{options.weights} instead, or give a GGUF file without --adapter"
         )
     # Reject an invalid checkpoint before anything is written.
     build_model(checkpoint, replace(options, context=1, prefill=(), batch=(), speculate=()))

@@ -52,14 +52,13 @@ _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 def codecs_of(checkpoint: Checkpoint, weights: str, requantise: bool = False) -> dict[str, str]:
     """Return {name of a tensor: its codec in the bundle}.
 
-    A codec is an element type or a quantisation.
-    weights: the value of --weights.
-    requantise: whether quantised matrices may be quantised again, if this makes them smaller. If
-        false, CheckpointError is raised if this would be necessary.
+    A codec is an element type or a quantisation, such as f16 or q4_k. Vectors keep the checkpoint's
+    codec. If `weights` is a quantisation, some matrices keep theirs too: routers, other small
+    matrices, experts trained in MXFP4, and matrices whose rows cannot be divided into blocks.
 
-    Vectors keep the checkpoint's codec. If `weights` is a quantisation, these matrices do so too:
-    routers, other small matrices, experts trained in MXFP4, and matrices whose rows cannot be
-    divided into blocks.
+    weights: the value of --weights.
+    requantise: whether to quantise matrices again that are quantised already, if this makes them
+        smaller. If false, a checkpoint with such matrices raises CheckpointError.
     """
     matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
     codecs = {tensor.name: tensor.codec for tensor in checkpoint.tensors.values()}

@@ -35,8 +35,8 @@ Progress = Callable[[str, float], None]
 def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, position: int) -> dict[str, np.ndarray]:
     """Return values for the operands of a kernel, by operand name, to time the kernel with them.
 
-    They are random, except ids of tokens or experts, which are 0, 1, 2, and so on, and the position
-    and number of tokens.
+    Tensors are random. But ids of tokens or experts are 0, 1, 2, and so on, and the operands for
+    the position and the number of tokens have the given values.
 
     codec: format of the weights.
     sizes: the numbers in --shape, such as [1536, 576].

@@ -94,7 +94,10 @@ def random_checkpoint(name: str, codec: str, progress: Progress) -> Path:
     progress: called with (name of a stage, fraction done).
     """
     if (config := SHAPES.get(name)) is None:
-        raise PipelineError(f"unknown shape: {name}; use {', '.join(SHAPES)}, or add --kernel")
+        raise PipelineError(
+            f"unknown shape of a model: {name}; use one of {', '.join(SHAPES)}, or add --kernel NAME if "
+            "it is the shape of a kernel"
+        )
     if codec not in gguf_file.GGML_TYPE:
         raise PipelineError(f"unknown codec: {codec}; --codec takes {', '.join(gguf_file.GGML_TYPE)}")
     header, tensors = gguf_parts(checkpoint_of(name, config), "q4_k_m" if codec == "q4_k" else codec)

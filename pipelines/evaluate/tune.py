@@ -235,7 +235,7 @@ def prompts_of(bundle: Bundle) -> list[list[int]]:
     limit = context - TOKENS - max(bundle.manifest.widths("verify"), default=0)
     if found := [tokens for _, tokens in encoded_prompts(bundle) if len(tokens) <= limit][:PROMPTS]:
         return found
-    raise PipelineError(f"a context of {context} is too short to compare tokens; tune with a larger --context")
+    raise PipelineError(f"no test prompt fits in the context: {context} tokens; tune with a larger --context")
 
 
 def answers(bundle: Bundle, threads: int, prompts: list[list[int]]) -> list[list[int]]:

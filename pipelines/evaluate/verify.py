@@ -80,7 +80,9 @@ def _prompt(line: str, where: str) -> Prompt:
         raise PipelineError(f"unknown key in {where}: {unknown[0]!r}; use name, prompt, tokens or raw")
     are_ids = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
     if not isinstance(text, str) or not are_ids or bool(text) == bool(tokens):
-        raise PipelineError(f'{where} must have either "prompt" (a text) or "tokens" (a list of ids)')
+        raise PipelineError(
+            f'invalid prompt in {where}; give either "prompt" (a text) or "tokens" (a list of ids of at least 0), not both'
+        )
     name = str(value.get("name") or text[:40] or f"{len(tokens)} tokens")
     return Prompt(name, text, value.get("raw") is True, tuple(tokens))
 
@@ -237,7 +239,7 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
             continue
         if codec is None:
             raise PipelineError(
-                f"cannot quantise the HF model like the bundle, which has no tensor {name}; compare with the unquantised "
+                f"cannot quantise the HF model: the bundle has no tensor {name}; compare with the unquantised "
                 "HF model: castiron evaluate --against hf"
             )
         if name in checkpoint.tensors and codec == checkpoint.tensors[name].codec:

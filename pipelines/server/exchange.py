@@ -114,7 +114,9 @@ async def read_body(request: Request, limit: int) -> bytes:
                 if len(data) > limit:
                     raise too_large
     except TimeoutError:
-        raise ApiError(408, f"request body incomplete after {BODY_SECONDS:.0f} s; send it faster") from None
+        raise ApiError(
+            408, f"request body incomplete after {BODY_SECONDS:.0f} s; send the whole body within that time"
+        ) from None
     return bytes(data)
 
 

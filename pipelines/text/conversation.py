@@ -151,7 +151,7 @@ class Chat:
             write_file(file, text.encode())
             self.engine.save_state(file.with_name(file.name + STATE))
         except OSError as error:
-            raise PipelineError(f"{path} cannot be written: {reason(error)}; give another path") from None
+            raise PipelineError(f"cannot write {path}: {reason(error)}") from None
 
     def load(self, path: str | Path) -> None:
         """Load the messages of a file that `save` wrote, and the states (KV cache) beside it.

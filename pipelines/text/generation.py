@@ -46,7 +46,7 @@ def encode_prompt(
         return tokenizer.encode_chat(prompt, **template_args)
     if not isinstance(prompt, Collection) or not all(isinstance(token, Integral) for token in prompt):
         kinds = "text, messages or " if tokenizer else ""
-        raise PipelineError(f"invalid prompt of type {type(prompt).__name__}; give {kinds}a list of token ids")
+        raise PipelineError(f"invalid prompt: {type(prompt).__name__}; give {kinds}a list of token ids (integers)")
     if outside := [token for token in prompt if not 0 <= token < vocab]:
         raise PipelineError(f"token {outside[0]} is outside the vocabulary; give ids from 0 to {vocab - 1}")
     return prompt
@@ -321,6 +321,6 @@ def check_draft(draft: Bundle, target: Bundle) -> None:
     differs = next((index for index, (first, second) in pairs if first != second), None)
     if differs is not None:
         raise PipelineError(
-            f"the vocabularies of draft {draft.path} and model {target.path} first differ at token {differs}; use a "
-            "smaller model of the same family as the draft"
+            f"draft and model have different vocabularies from token {differs} on: {draft.path} and {target.path}; "
+            "choose a draft from the same model family"
         )

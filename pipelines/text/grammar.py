@@ -178,7 +178,9 @@ class Grammars:
         try:
             from castiron.pipelines.text import grammar_compiler
         except ModuleNotFoundError:
-            raise PipelineError("structured output needs llguidance: pip install 'castiron-llm[structured]'") from None
+            raise PipelineError(
+                "llguidance is not installed, but structured output needs it; pip install 'castiron-llm[structured]'"
+            ) from None
         self._compiler, self._backend = grammar_compiler, backend
         # llguidance needs an end token, so a vocabulary without one gets a token that no model generates.
         self.tokens = [*vocabulary] if eos else [*vocabulary, b""]

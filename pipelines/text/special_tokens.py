@@ -83,11 +83,14 @@ class SpecialTokens:
             mark = next((c for c in map(chr, BREAKS) if c not in joined and f"u{ord(c):04x}" not in joined), None)
             if mark is None:
                 raise PipelineError(
-                    "the messages contain every character of Unicode's private use area, U+E000 to U+F8FF; remove one of them"
+                    "the messages contain every character of Unicode's private use area, U+E000 to U+F8FF; remove "
+                    "one of these characters from all messages"
                 )
             return self._parted(given, mark, self._everywhere), mark
         except RecursionError:
-            raise PipelineError("the messages nest values too deep for a chat template; send them as text") from None
+            raise PipelineError(
+                "values in the messages nest too deep for a chat template; send these values as JSON text"
+            ) from None
 
     def sanitised(self, text: str, mark: str) -> tuple[Any, str]:
         """Return (tokenizer, text) with which special tokens from messages become plain text.

@@ -194,21 +194,21 @@ def test_options_of_prompts_have_no_effect_on_openais_format(job, tmp_path):
 
 # Invalid plain rows, each with a part of its error.
 BAD_ROWS = [
-    ("{", "line 3 is not JSON"), ('"text"', "not a JSON object"), ("\xff", "not UTF-8"), ('{"prompt": NaN}', "NaN is not JSON"),
-    ("[" * 100_000, "not JSON"), ({"id": 2}, "no messages and no prompt"), ({"prompt": 7}, "must be text"),
-    ({"prompt": []}, "must be text"), ({"prompt": [999]}, "vocabulary"), ({"messages": ["x"]}, "objects with role"),
+    ("{", "line 3 is not JSON"), ('"text"', "not a JSON object"), ("\xff", "not UTF-8"), ('{"prompt": NaN}', "constant NaN"),
+    ("[" * 100_000, "not JSON"), ({"id": 2}, "no messages and no prompt"), ({"prompt": 7}, "neither text nor"),
+    ({"prompt": []}, "neither text nor"), ({"prompt": [999]}, "vocabulary"), ({"messages": ["x"]}, "objects with role"),
     ({"prompt": "a", "messages": [{"role": "user"}]}, "messages and prompt"), ({"prompt": "x" * 500}, "126"),
-    ({"prompt": "\ud800"}, "UTF-8"), ({"messages": [{"role": "user", "content": 5}]}, "messages.0: content must be"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0: content must be"),
+    ({"prompt": "\ud800"}, "UTF-8"), ({"messages": [{"role": "user", "content": 5}]}, "messages.0: content is missing or"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0: content is missing or"),
 ]  # fmt: skip
 # Invalid rows in OpenAI's format.
 BAD_REQUESTS = [
     ({"custom_id": "a", "url": ["/v1/files"], "body": {}}, "url is \"['/v1/files']\"; use one of /v1/"),
-    ({"custom_id": 7, "url": "/v1/completions", "body": {}}, "custom_id must be"),
+    ({"custom_id": 7, "url": "/v1/completions", "body": {}}, "custom_id is missing or"),
     ({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "stream": True}}, "do not stream"),
     ({"custom_id": "a", "url": "/v1/completions", "body": "{"}, "body is not JSON"),
     ({"custom_id": "a", "body": {}, "more": 1}, "'more'"),
-    ({"custom_id": "a", "url": "/v1/completions"}, "body is not"),
+    ({"custom_id": "a", "url": "/v1/completions"}, "body is missing or not"),
     ("no JSON after a row in OpenAI's format", "line"),
 ]
 

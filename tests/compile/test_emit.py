@@ -136,7 +136,7 @@ def test_help_lists_the_shape_of_each_kernel_and_its_example_fits(capsys):
     ("words", "expected_message"),
     [
         ("", "give a MODEL, or --kernel"),
-        ("--kernel gemw --shape 1x1", "kernel 'gemw' is not one of gemv, gemm_few"),
+        ("--kernel gemw --shape 1x1", "unknown kernel: 'gemw'; use one of gemv, gemm_few"),
         ("--kernel gemv", "--kernel gemv needs --shape"),
         ("--kernel gemv --shape 576", "--shape takes OUTxIN, such as 1536x576"),
         ("--kernel gemv --shape 0x32", "--shape takes OUTxIN"),

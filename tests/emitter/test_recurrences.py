@@ -135,7 +135,7 @@ def test_decode_and_batch_are_the_recurrence(kind, lowering):
 
 
 def test_rejects_a_layer_without_a_state():
-    with pytest.raises(EmitError, match="no recurrent state 'scan' for layer 1"):
+    with pytest.raises(EmitError, match="'scan' is not a recurrent state of layer 1"):
         of_one_layer = State("scan", (1, HEADS, WIDE, DEEP), kind="recurrent", layers=(0,))
         with ModelModule("alone", lambda name: "f32").step(Function("verify", 8), (of_one_layer,), 16) as step:
             selective_scan(step, 1, *(ops.constant(x, F32) for x in drawn("selective_scan", 8, "slow")[0]))

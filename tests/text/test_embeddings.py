@@ -71,7 +71,7 @@ def test_rejects_texts_that_cannot_be_embedded(embedding, tmp_path):
         ([], "no tokens"),
         ([999], "vocabulary"),
         ([1] * 118, "past the context"),
-        ([1] * 114, "because embed functions pad them to 120"),
+        ([1] * 114, "embed functions pad 114 to 120"),
     )
     for tokens, why in wrong:
         with pytest.raises(SessionError, match=why):

@@ -193,7 +193,7 @@ def test_rejects_messages_nested_too_deep(texts):
     deep: list = []
     for _ in range(2000):
         deep = [deep]
-    with pytest.raises(PipelineError, match="nest values too deep"):
+    with pytest.raises(PipelineError, match="nest too deep"):
         texts["llama"][0].encode_chat([{"role": "user", "content": "a", "tool_calls": deep}])
 
 

@@ -136,7 +136,7 @@ KERNEL = {"paths": [], "calls": 1, "flops": [1, 0, 1], "bytes": [1, 0, 1], "weig
         (
             "compile",
             {"work": {"decode_step": {"k": KERNEL | {"flops": [1]}}}},
-            "'compile.work': kernel k has 1 numbers in 'flops' and 3 in 'bytes'; each must have 3",
+            "'compile.work': kernel k has 1 numbers in 'flops' and 3 in 'bytes'; give 3 in each",
         ),
         (
             "compile",

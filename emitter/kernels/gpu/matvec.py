@@ -115,10 +115,13 @@ def _lanes(units: int) -> int:
 
 @cache
 def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
-    """Return the GPU kernel of a matmul: with experts, or of up to `MAX_TOKENS` tokens without.
+    """Return the GPU kernel of a matmul with few rows of x.
 
-    Operands: see `operands`. Result: y f32 [tokens, out]. With experts, a row of y is the result of
-    one (token, expert) pair, and `matmul.tokens` is the number of pairs.
+    These are at most `MAX_TOKENS` tokens, or with experts, any number of (token, expert) pairs.
+    Operands: see `operands`; the operand `residual` is added to y.
+
+    Result: y f32 [tokens, out]. With experts, a row of y is the result of one pair, and
+    `matmul.tokens` is the number of pairs.
 
     summed: 0, or for experts, a number of consecutive pairs to add. Then the kernel multiplies the
         result of each pair by its factor in the operand `weights`, f32 [pairs], and adds the

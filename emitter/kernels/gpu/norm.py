@@ -26,7 +26,8 @@ def norm(kind: str, T: int, hidden: int, eps: float, bias: bool = False, residua
     """Return the kernel of a norm over each row of x.
 
     kind: "rms_norm" or "layer_norm". Operands: x f32 [T, hidden], weight f32 [hidden], bias f32
-    [hidden] if `bias`, residual f32 [T, hidden] if `residual`. Result: y f32 [T, hidden].
+    [hidden] if `bias`, residual f32 [T, hidden] if `residual`. Result: y f32 [T, hidden], the norm
+    of x plus the residual.
     """
     rows, row = TensorType((T, hidden), F32), TensorType((hidden,), F32)
     operands = {"x": rows, "weight": row, **({"bias": row} if bias else {}), **({"residual": rows} if residual else {})}

@@ -212,13 +212,14 @@ class Step:
             sum(c * n)                          if the codec has minima
             sum((c - offset - bias) * n)        otherwise; see the class for `offset` and `bias`
 
-        The result is a flat list [rows of x][vectors]. Each lane of a vector belongs to a row of
-        the weight.
+        Each lane of a vector has the dot product of one row of x and one row of the weight. The
+        list has `vectors` results for the first row of x, then `vectors` for the second, and so on.
 
         rows: indices of the rows of x.
-        unit, part: the codec group is number `part` in elements 32 * unit .. 32 * unit + 31.
+        unit: the elements are in the 32 elements from 32 * unit on.
+        part: index of the codec group in these 32 elements.
         quads: function that returns the codes, see the class.
-        vectors: number of vectors of rows of the weight.
+        vectors: number of vectors that cover the weight's rows.
         """
         b, dot, quads_a_group = self.b, self.dot, self.codec.group // 4
         together = batches(rows, dot.rows)

@@ -84,9 +84,12 @@ class SumTables(PreparedX):
         self.tables = b.stack(capacity // codec.group * self.words * len(self.slices), isa.lanes)
 
     def table(self, group: Index, word: int, number: int) -> Ssa:
-        """Load the table of sums of x, f32 [lanes], for one slice of a 32-bit word of codes.
+        """Load the table for one slice of a 32-bit word of codes, f32 [lanes].
 
-        group: index of the codec group in the part of x that the last `fill` prepared.
+        Entry i is the dot product of x and the codes of the slice, if the slice's bits are i.
+
+        group: index of the codec group (elements that share a scale), counted from the start of the
+            part of x that the last `fill` prepared.
         word: index of the word in the group.
         number: index of the slice in the word; a slice is a few bits (`slices`).
         """

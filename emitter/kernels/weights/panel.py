@@ -1,11 +1,11 @@
-"""Panels for GEMMs: buffers on the stack with a decoded part of a packed weight, transposed.
+"""Panels for GEMMs: buffers on the stack with an unpacked part of a weight, transposed.
 
-The weight is [out, in]. A panel has `depth` consecutive elements of each row in a few blocks of 16
-rows. Each row of the weight is a column of the panel.
+A panel is a transposed copy of a part of the weight [out, in]: `depth` consecutive elements of some
+rows, whose number is a multiple of 16. Each row of the weight is a column of the panel.
 
-The classes differ in what a panel stores: f32 weights, codes as f32 or int8, or bf16. A panel of
-codes also has a scale and a minimum for each codec group (the elements of a row that share a
-scale). A bf16 panel has the block layout of `mlir.matrix`.
+The classes differ in what a panel stores: weights as f32 or bf16, or their codes as f32 or int8. A
+panel of codes also has a scale and a minimum for each codec group (the elements of a row that share
+a scale). A bf16 panel has the block layout of `mlir.matrix`.
 """
 
 from castiron.emitter.codec import Codec

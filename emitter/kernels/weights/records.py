@@ -285,10 +285,10 @@ class GroupCodes:
         return self._masked(self.word(word, v), mask << shift)
 
     def code(self, k: int, v: Index) -> Ssa:
-        """Load one code for each row in vector `v`, as f32 [lanes]: the code times a power of two.
+        """Load one code for each row in vector `v`, as f32 [lanes].
 
-        The caller multiplies by entry k of `code_factors` to get the code. For a codec with a
-        table, the code is its entry in the table.
+        For a codec with a table of values, the result is the value in the table. Otherwise it is
+        the code times a power of two; multiplying it by entry k of `code_factors` gives the code.
 
         k: index of the code in the codec group that this object reads.
         v: selects rows v * lanes .. (v + 1) * lanes - 1 of the 16 rows.
