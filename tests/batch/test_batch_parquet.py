@@ -79,7 +79,7 @@ def test_rows_before_damage_run_a_single_time(path, job, tmp_path, monkeypatch, 
     source.write_bytes(good[:second] + b"\xff" * 20 + good[second + 20 :])
     assert cli.main(["batch", str(path), str(source), "-o", str(out), "-n", "2", "--threads", "1"]) == 1
     message = capsys.readouterr().err.splitlines()[-1]
-    assert "is damaged" in message and "records are done" in message and not out.exists()
+    assert "is damaged" in message and "damaged after record" in message and not out.exists()
     source.write_bytes(good)
     before = job(source, out, "-n", "2")["before"]
     assert 5 < before < 40 and len(read(out)) == 40

@@ -184,7 +184,7 @@ def test_rejects_models_that_gguf_cannot_express(smollm2, tmp_path):
         "pretokenizers": [split, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}],
     }
     (model / "tokenizer.json").write_text(json.dumps({**smollm2.tokenizer, "pre_tokenizer": steps}))
-    refused(model, out, "llama.cpp has no name for its pre-tokenizer")
+    refused(model, out, "castiron does not know the GGUF name of its pre-tokenizer")
     (model / "tokenizer.json").write_text(json.dumps({**smollm2.tokenizer, "normalizer": {"type": "Lowercase"}}))
     refused(model, out, "cannot be written as GGUF: the tokenizer in the GGUF file would split text differently")
 

@@ -113,7 +113,7 @@ def test_the_json_object_has_its_documented_fields(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--kernel", "gem", "--shape", "4x4"], "kernel 'gem' is not one of gemv"),
+        (["--kernel", "gem", "--shape", "4x4"], "unknown kernel: 'gem'; use one of gemv"),
         (["--kernel", "gemm", "--shape", "4"], "--shape takes OUTxIN"),
         (["--kernel", "gemm", "--shape", "4x100", "--codec", "q4_k"], "use a multiple of 256"),
         (["--kernel", "gemv", "--shape", "4x256", "--codec", "q4_k", "--numerics", "fast"], "no kernel on"),
