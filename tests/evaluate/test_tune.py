@@ -193,7 +193,7 @@ def test_rejects_what_cannot_be_tuned_before_compiling(checkpoint, monkeypatch, 
 
 def test_a_context_without_space_for_an_answer_is_rejected(checkpoint, capsys):
     assert cli.main(["tune", checkpoint, *TUNE, "--context", "16"]) == 1
-    assert "a context of 16 is too short to compare tokens" in capsys.readouterr().err
+    assert "no test prompt fits in the context: 16 tokens" in capsys.readouterr().err
 
 
 def test_an_interrupted_search_stores_nothing(checkpoint, monkeypatch, capsys):
