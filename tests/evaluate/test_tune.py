@@ -178,8 +178,8 @@ def test_answers_cover_every_function(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--target", "x86-64-v3"], "remove --target and --lowering"),
-        (["--lowering", "portable"], "remove --target and --lowering"),
+        (["--target", "x86-64-v3"], "it measures this CPU; remove them"),
+        (["--lowering", "portable"], "it measures this CPU; remove them"),
         (["--functions", "decode_step,verify_9"], "unknown function: 'verify_9'; --functions takes decode_step, prefill_8"),
     ],
 )
