@@ -22,8 +22,8 @@ class Parts:
     is `Codec.minimum`: +1, -1, or 0 if the format has no minima. Some formats store encoded
     numbers, which `codecs.numbers` decodes for this formula.
 
-    codes: i8 [n, block], one for each element. Encoded: if `Codec.table` has fractions, indices in
-        this table; if `Codec.e4m3`, the bits of 8-bit floats.
+    codes: i8 [n, block], one for each element. Encoded: if `Codec.table` has values that are not
+        integers, indices into this table; if `Codec.e4m3`, the bits of 8-bit floats.
     d: [n], f16 or f32. Encoded: u16 with the bits of a bf16; if `Codec.exponents`, u8 numbers e
         that stand for 2^(e - 128).
     m: [n], f16; None if the format has no minima. Encoded: if `Codec.zeros`, the i8 zero point of

@@ -248,7 +248,7 @@ def in_features_of(codec: Codec, raw: np.ndarray) -> int:
     blocks, rest = divmod(raw.shape[-1], codec.block_bytes)
     if rest:
         raise ValueError(
-            f"row size is not a multiple of the {codec.name} block size: {raw.shape[-1]} bytes; "
+            f"rows of {raw.shape[-1]} bytes do not consist of complete {codec.name} blocks; "
             f"use a multiple of {codec.block_bytes} bytes"
         )
     return blocks * codec.block

@@ -38,8 +38,8 @@ def read_encoding(path: Path) -> Encoding | None:
     if [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"] or modules[0][1]:
         kinds = shorten_text(", ".join(kind for kind, _ in modules[:2])) or "no modules"
         raise CheckpointError(
-            f"{path / MODULES} begins with unsupported modules: {kinds}; give a model that begins with "
-            "Transformer, in the model's own directory, and then Pooling"
+            f"{path / MODULES} begins with unsupported modules: {kinds}; the first must be Transformer, with an empty "
+            "'path', and the second Pooling"
         )
     pooling, tensors = Pooling(_mode(path / modules[1][1]), normalised=False), {}
     for kind, folder in modules[2:]:

@@ -80,7 +80,7 @@ def read_findings() -> tuple[Finding, ...]:
     try:
         value = json.loads(path.read_bytes())
         if not isinstance(value, dict) or value.get("schema") != SCHEMA:
-            raise RecordError(f"the field 'schema' must be {SCHEMA}")
+            raise RecordError(f"its field 'schema' is not {SCHEMA}")
         return from_json(_Store, value).findings
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return ()

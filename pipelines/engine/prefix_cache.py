@@ -90,9 +90,9 @@ class PrefixCache:
     def scored_positions(self, cached: int) -> int:
         """Return how many of a slot's `cached` tokens a request with prompt_logprobs can reuse.
 
-        Such a request reads its prompt in calls of `self.score_width` tokens, and reuses only
-        complete calls. It repeats the call with the last cached token, because the logits after
-        this token are not cached.
+        Such a request needs the logits after every token that it does not reuse, and computes
+        `self.score_width` tokens in a call. So it reuses a multiple of this number. It computes the
+        last cached token again, because logits are not cached.
         """
         return max(0, cached - 1) // self.score_width * self.score_width
 

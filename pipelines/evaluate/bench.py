@@ -189,7 +189,8 @@ class Workload:
     def prefill_flops(self, tokens: int) -> float:
         """Return the FLOP to prefill `tokens` tokens from position 0 and compute the last logits.
 
-        The padding of a shorter last call does not count.
+        Long prompts take several calls of the prefill functions. If the last call has fewer tokens
+        than its function takes, the padding does not count.
         """
         names = {function.width: function.name for function in self.manifest.functions if function.role == "prefill"}
         names[1] = "decode_step"

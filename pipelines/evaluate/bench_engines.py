@@ -103,7 +103,9 @@ class Worker:
             result, error = self.pipe.recv()
         except (EOFError, ConnectionError):
             self.process.join()
-            raise EngineError(self.engine, "the process ended without an error message", self.process.exitcode) from None
+            raise EngineError(
+                self.engine, "the process ended without an error message; it may have lacked memory", self.process.exitcode
+            ) from None
         if error is not None:
             self.close()
             raise EngineError(self.engine, error, None)

@@ -264,8 +264,8 @@ class ToolGrammar:
     def _call(self, name: str, schema: Any) -> str:
         """Return the Lark expression for a call of the function `name`.
 
-        schema: JSON schema of the function's parameters. The expression starts at the name. For
-        some formats, it also includes the text before the name.
+        schema: JSON schema of the function's parameters. In most formats, the expression begins with
+        the function's name; in some, with the marks before the name.
         """
         form = self.form
         if form.style == "harmony":

@@ -187,9 +187,9 @@ class CallReader:
         try:
             calls = list(styles[self.form.style](payload))
         except NOT_CALLS as error:
-            raise ValueError(f"text is not a tool call in the format {self.form.style}: {error}") from None
+            raise ValueError(f"the model's text is not a tool call in the format {self.form.style}: {error}") from None
         if not calls:
-            raise ValueError(f"text has no tool call in the format {self.form.style}")
+            raise ValueError(f"the model's text has no tool call in the format {self.form.style}")
         return calls
 
     @cached_property

@@ -56,10 +56,10 @@ def slices(isa: Isa) -> list[tuple[int, int]]:
 
 
 def table_bytes(codec: Codec, isa: Isa) -> int:
-    """Return the bytes of all tables for one codec group, that is, elements that share a scale.
+    """Return the size in bytes of the tables of sums for one codec group (see the module).
 
-    The codes of a group are packed in 32-bit words, and each word is cut into `slices`. Each slice
-    has a table, with one f32 for each lane of a vector.
+    The codes of a codec group (elements that share a scale) are packed in 32-bit words. Each word
+    is cut into slices of a few bits, and each slice has a table of f32, one for each lane.
     """
     return layout(codec).words * len(slices(isa)) * 4 * isa.lanes
 

@@ -90,7 +90,10 @@ class PanelTiles(Tiles):
 
 
 def panel_columns(matmul: Matmul, can_pair: bool) -> tuple[int, int]:
-    """Return the default sizes (`wide`, `row_blocks`) of `PanelTiles` for a matmul.
+    """Return the default (`wide`, `row_blocks`) of `PanelTiles` for a matmul.
+
+    Both are numbers of 16-row blocks of the weight: those whose sums are in registers at a time, and
+    those in a panel.
 
     can_pair: whether the CPU has enough vector registers for the sums of two 16-row blocks of the
         weight at a time (`wide` 2).

@@ -185,7 +185,9 @@ class CodePanel(BasePanel):
 class Int8Panel(BasePanel):
     """A panel (see `BasePanel`) with the stored codes of quantised weights as int8.
 
-    codes: i32 [depth / 4, columns]; each i32 has four codes of one row of the weight.
+    Each row of the weight is a column of the panel.
+
+    codes: i32 [depth / 4, columns]; each i32 has four consecutive codes of one row of the weight.
     scales, bases: f32 [groups, columns], one for each codec group (the elements of a row that share
         a scale). `Int8Codes.scale_and_base` has the formula that computes a weight from them.
     """
