@@ -7,7 +7,7 @@ decodes all 16 rows, a few hundred (`depth`) columns at a time, and copies one o
       id = ids[token], clamped to the vocabulary
       for k in 0, depth, 2 * depth, ...:
         panel [depth, 16] = columns k .. k + depth - 1 of the 16 rows of block id / 16, decoded
-        out[token, k .. k + depth - 1] = panel[:, id % 16]
+        y[token, k .. k + depth - 1] = panel[:, id % 16]
 """
 
 from functools import cache

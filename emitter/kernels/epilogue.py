@@ -1,4 +1,4 @@
-"""Epilogues of matmuls, applied to dot products before storing: activation, GLU, bias, residual."""
+"""Epilogues of matmuls, applied to dot products before storing: GLU, bias and residual."""
 
 from collections.abc import Mapping
 from math import erf, pi, sqrt

@@ -3,7 +3,7 @@
 A workgroup computes a few rows of x [T, hidden]. Rows from `length` on are padding.
 
     for row < length:
-      layer norm only: x = x - mean(x)
+      layer norm only: x = x - mean(x)               a separate pass over the row computes the mean
       inverse = 1 / sqrt(mean(x^2) + eps)
       for d in hidden: y[row, d] = x[d] * inverse * weight[d]          + bias[d] if there is one
     for row >= length: y[row] = 0                                      if `length` is given

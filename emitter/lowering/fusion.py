@@ -9,7 +9,7 @@ Patterns, for T tokens:
 - siblings, that is, linear layers with the same input and codec, become one matmul.
 - act(linear(x)) * linear(x) becomes a matmul with a GLU.
 - y + linear(x) becomes a matmul with a residual.
-- an RMS norm that only linear layers use becomes a part of their matmul (on CPUs for T = 1 only).
+- an RMS norm that only linear layers use becomes a part of their matmul, for few tokens (CPUs: T = 1).
 - act(causal_conv(x)) becomes a causal_conv; rms_norm(gated_delta(...)) * silu(z) a gated_delta.
 - on GPUs also:
   - y + norm(x) and y + experts(x) become a norm, or experts, with a residual;

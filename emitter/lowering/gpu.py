@@ -67,9 +67,10 @@ def words_param(weights: Sequence[Weight], experts: int = 1) -> Param:
 
 
 def projected(p: Projection, factors: Value | None = None) -> Value:
-    """Append the GPU kernel call of the matmul `p`; return its result, f32 [T, out].
+    """Append the GPU kernel call of the matmul `p`; return its result, f32 [rows, out].
 
-    Rows of x that are padding are computed too.
+    There is one row for each row of x; with experts, for each (token, expert) pair, or with
+    `factors` for each token. Rows of x that are padding are computed too.
 
     factors: if given, the results of each token's experts are summed: x is [T * n, in], with one
         row for each of the n experts of a token. `factors`, f32 [T, n], has the factor of each

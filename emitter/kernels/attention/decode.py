@@ -148,7 +148,8 @@ def attention_decode(
         sinks: f32 [heads], extra scores of the softmax, if `scores.sinks`
         position: i32, or i32 [T] for a batch; a chunk has start i32 and length i32 instead
         k_cache, v_cache: the caches of all layers
-        counters: i32 [n], shared by all layers
+        counters: i32 [T * groups], shared by all layers; a group is the kv heads that one workgroup
+            computes in a long context
         layer: index of the layer
     Results:
         out: f32 [T, heads * head_dim]

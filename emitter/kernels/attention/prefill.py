@@ -183,7 +183,7 @@ class _Tile:
     The tile has `shape.columns` pairs, each in a column of its own. All its query heads use the
     same kv head. For each column, the code stores on the stack:
     - in `maxima` and `sums`, the maximum and the sum of the online softmax
-    - in `limits`, the position of the token
+    - in `limits`, the position of the token, or of the last real token if the token is padding
     - in `tokens` and `offsets`, the row of `out` that has the result of the column, and the index
       in this row where the result begins
 

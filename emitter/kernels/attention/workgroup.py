@@ -6,17 +6,16 @@ is exp(score - reference). The reference of a head is raised to the max score on
 exceeds it by more than SLACK, which is rare. The result is the same, because exp(-reference)
 cancels:
 
-    for each tile of TILE positions:
-      for each kv head and each of its query heads:
-        scores [positions] = q . k_cache[layer, positions, kv head], soft-capped
-      for each kv head and each of its query heads:
+    for tile of TILE positions:
+      for `rows` positions at a time, for kv head, for `heads` of its query heads at a time:
+        scores [heads, rows] = q . k_cache[layer, positions, kv head], soft-capped      registers, then stack
+      for kv head, for `heads` of its query heads at a time:
         if max(scores) > reference + SLACK: reference = max(scores); scale `sum` and `values` down
-        weights = exp(scores - reference); sum += weights
-        values [head_dim] += weights . v_cache[layer, positions, kv head]
+        weights = exp(scores - reference); sum += weights                                               stack
+        values [heads, head_dim] += weights . v_cache[layer, positions, kv head]        registers, then stack
+    result of a query head = values / sum
 
-    result of the query head = values / sum
-
-The code computes several positions and several query heads at a time, as registers allow.
+Heads are in the inner loop over scores, so that the cache is read in memory order.
 
 If the range is long, the kernel prefetches the next rows of the caches: it loads one word of each
 of their cache lines, in memory order, which starts the hardware prefetchers. It uses no prefetch

@@ -3,8 +3,9 @@
 In the first dispatch, a workgroup finds the largest of PART logits, which are one part of a row. In
 the second, it finds the largest among the results of all parts of a row. Both work as follows:
 
-    thread t: find the largest of logits t, t + THREADS, t + 2 * THREADS, ...
-    while there is more than one candidate: threads compare in pairs; the larger logit remains
+    thread t: find the largest of logits t, t + THREADS, t + 2 * THREADS, ...              registers
+    while there is more than one candidate: threads compare in pairs; the larger remains      shared
+    store its index; in the first dispatch also the logit                                     memory
 
 The index is 0 if no logit is above -inf.
 """

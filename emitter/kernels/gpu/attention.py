@@ -1,16 +1,17 @@
 """Compute attention on a GPU, for decoding and for chunks of a prompt; KV caches are not copied.
 
     each workgroup: one query head of up to `queries` consecutive tokens of a sequence
-      q [queries, head_dim] = scale * prepared(q)
-      if decoding: append prepared(k) and v of the token to the caches; start the softmax with them
+      q [queries, head_dim] = prepared(q)                                                     shared
+      if decoding: append prepared k and v of the token to the caches; start the softmax with them
       for each block of KEYS positions that a query attends to:
-        scores [queries, KEYS] = q . k_cache[positions], four threads for each position
-        raise the maxima to the new scores; scale values and sums of weights down accordingly
-        weights = exp(scores - maxima)
-        values += weights . v_cache[positions]; each thread computes a few elements of head_dim
-      out[token, head] = values / sums of weights
+        scores [queries, KEYS] = scale * (q . k_cache[positions]), four threads for each key  shared
+        raise the maxima to the new scores; scale values and sums of weights down          registers
+        weights = exp(scores - maxima)                                                        shared
+        values += weights . v_cache[positions]; a thread has a few elements of head_dim    registers
+      out[token, head] = values / sums of weights                                             memory
 
-prepared(x): x after the RMS norm, if the model has one, and the rotary embedding (`gpu.heads`).
+prepared: after the RMS norm, if the model has one, and (q and k only) the rotary embedding
+(`gpu.heads`).
 
 The run time depends on the position, not on the size of the cache. No workgroup reads a cache row
 that the same dispatch writes.
@@ -63,14 +64,14 @@ def _reference(
 def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: DecodeTokens, rows: Rows) -> Kernel:
     """Return the attention kernel for one token of each sequence, or for a chunk of one sequence.
 
-    For one token of each sequence, the kernel normalises and rotates q and k, and appends k and v
-    to the caches. For a chunk, it normalises and rotates q; the caches must already have its k and
-    v.
+    For one token of each sequence, the kernel normalises q, k and v as `layout` says, rotates q and
+    k, and appends k and v to the caches. For a chunk, it normalises and rotates q; the caches must
+    already have its k and v.
 
     Operands:
         rows0, rows1, ...: the fused q, k and v of the tokens, whose columns may be split into
             several operands, f32 [tokens, columns].
-        cos, sin, q_norm, k_norm: see `HeadLayout.operands`.
+        cos, sin, q_norm, k_norm, v_norm: see `HeadLayout.operands`.
         sinks: f32 [heads], if `scores.sinks`.
         position, or start and length: which tokens these are, see `DecodeTokens`.
         k_cache, v_cache: the KV caches.
@@ -114,7 +115,7 @@ def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: Decode
 def append(caches: Caches, layout: HeadLayout, T: int, rows: Rows) -> Kernel:
     """Return the kernel that appends the keys and values of a chunk of T tokens to the KV caches.
 
-    The kernel normalises and rotates the keys before it appends them. It does not append padding.
+    Before, the kernel normalises k and v as `layout` says, and rotates k. It does not append padding.
 
     Operands: those of `attention` for a chunk, but no sinks.
     Results: k_cache and v_cache, updated in place.
@@ -194,7 +195,7 @@ class _Writer:
 
     Common arguments of the methods:
     own_d: indices of the elements of head_dim that this thread computes.
-    subset: if head_dim is smaller than the number of threads, several threads compute the same
+    subset: if head_dim is at most half of the number of threads, several threads compute the same
         element, each from a different subset of the keys. `subset` is the index of this thread's
         subset; otherwise it is 0.
     """

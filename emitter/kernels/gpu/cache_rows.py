@@ -1,7 +1,8 @@
 """Emit GPU code that reads and writes rows of KV caches as 32-bit words.
 
 A row is the key or the value of one kv head at one position. In a q8_0 cache, a group of elements
-shares a scale d = max |x| / 127, and each element is stored as the int8 code x / d, rounded.
+shares a scale d = max |x| / 127. As in the CPU kernels, an element is stored as an int8 code:
+x * (127 / max |x|), rounded.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class FinishedHead:
     kernel stores the head in shared memory first. `finish` then applies the expression.
 
     given: memrefs of the operands that the expression reads, by name.
-    target: memref of the final result, [tokens, heads * head_dim].
+    target: memref of the final result, [tokens, heads * n]; n may differ from head_dim.
     row: memref f32 [head_dim] in shared memory, for the head before the expression is applied.
     token: index of the token, which is the row of `target`.
     head: index of the head.

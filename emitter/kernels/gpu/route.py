@@ -44,7 +44,7 @@ def route(
         weights are computed without it.
     groups: (n, m): the experts are divided into n groups, and only experts of the m best groups can
         be chosen.
-    best: groups are compared by the sum of their `best` largest scores.
+    best: groups are compared by the sum of their `best` largest scores, after the correction.
     """
     operands = {"logits": TensorType((T, experts), F32)}
     if correction:

@@ -15,9 +15,11 @@ group).
 
 Two exceptions:
 
-- Some formats have scales at two levels and no minima: weight = d * (group scale * code), where a
-  codec block of several groups has one d. The panel then stores group scale * code, as two pieces.
-  So the loop "for codec group" below runs over codec blocks, with d as the scale.
+- Formats without minima whose codec blocks have several groups, if the groups have 16 elements (as
+  Q6_K) or no scales of their own: weight = d * (group scale * code), with one d for each codec
+  block. The panel then stores group scale * code as two pieces, or the code as one piece if groups
+  have no scales. So the loop "for codec group" below runs over codec blocks, or over the part of a
+  block that is in the panel, with d as the scale.
 - With `--numerics fast`, x and the decoded weights are rounded to one bf16 each. The panel stores
   these weights, and the loops are those of a float W.
 
@@ -27,11 +29,11 @@ The loops, with the location of each buffer on the right:
       for item:
         sums [tokens, 16 * row_blocks] = 0                                                     stack
         for k in steps of `depth`:
-          panel = pieces of W[rows of the item, k : k + depth]^T                               stack
+          panel [pieces, depth / 32, row_blocks, 16 pairs, 16] = W[rows of the item, k : k + depth]^T  stack
           for each `high` * `rows` tokens, for each 16 * `wide` rows of W in the panel:
             prefetch some of the weights of the next panel
             for codec group in depth:                          float W: once, for all of depth
-              part = 0                                                registers of the matrix unit
+              part [high * wide] = 0                                  registers of the matrix unit
               for every 32 k in the group, for pieces i of x and j of W with i + j < 3:
                 part += x[i, tokens, k] * panel[j, k, rows]
               sums += scale * part + minimum * (sum of x)      float W: sums += part

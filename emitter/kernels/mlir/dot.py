@@ -55,9 +55,9 @@ class Dot:
     x. In a vector of quads of the weight, each lane has a quad of another row. Callers use the
     methods in this order:
 
+    - `start`: create accumulators
     - `arranged`, then `code`: convert codes to operands of the CPU's dot product instruction
     - `x`: load elements of x as operands of this instruction
-    - `start`: create accumulators
     - `add`: add products to the accumulators; repeat from `arranged` for the next elements
     - `words`: return the sums
 

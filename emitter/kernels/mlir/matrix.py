@@ -5,8 +5,8 @@ dimension of size 32, which is summed over. So a block of x is i32 [rows, 16], a
 weights is i32 [16, 16]. The sums of a block are f32 [rows, 16].
 
     amx    tdpbf16ps on Intel's AMX tiles: rounds sums to nearest, treats denormals as zero. Sums
-           stay in tile registers until they are stored. The process must first request the use
-           of tiles from Linux (`vmfb.cpu.can_use_tiles`)
+           stay in the eight tile registers until they are stored. The process must first request
+           the use of tiles from Linux (`vmfb.cpu.can_use_tiles`)
     plain  shifts and fma, for every CPU. Sums are accumulated in the memory of the results
 """
 

@@ -182,7 +182,7 @@ def inverse_rms(b: Body, read: Callable[[Index, int], Ssa], count: int, eps: flo
 
 
 def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    """Compute the RMS norm of each row of x in NumPy, in f64 (as HF's `LlamaRMSNorm`)."""
+    """Compute the RMS norm of each row of x in f64 (Zhang and Sennrich 2019; HF `LlamaRMSNorm`)."""
     x = x.astype(np.float64)
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 

@@ -5,7 +5,7 @@ and decay belong to token t; q and k are divided by their L2 norms.
 
     for a few columns of S at a time, for each token t:
       new = beta * (v[columns] - decay * (k @ S))
-      S = decay * S + outer(k, new)
+      S = decay * S + outer(k, new)            in place, or for several tokens in a copy on the stack
       out[t, columns] = q @ S / sqrt(k_dim)
     out = out / rms(out) * weight * silu(z)                if there is a norm
     out = 0                                                in rows of padding
@@ -150,8 +150,8 @@ class _Head:
     share: which head and which tokens the workgroup computes.
     given: memrefs of the kernel's operands and results, by name.
     at: index of the head's first column in each operand, by name.
-    known: stack buffer f32 [4, tokens]; four numbers of each token: decay, beta, and the factors
-        that normalise k and q.
+    known: stack buffer f32 [4, tokens]; four numbers of each token: decay, beta, 1 / |k| and
+        1 / (|q| sqrt(k_dim)).
     """
 
     b: Body

@@ -5,7 +5,7 @@ head_dim], dt [T], B [T, n] and C [T, n], and scalars bias, rate and skip.
 
     for each token t: step[t] = softplus(dt[t] + bias); decay[t] = exp(rate * step[t])
     for a few rows p of S at a time, for each token t:
-      S[p] = decay[t] * S[p] + step[t] * x[t, p] * B[t]
+      S[p] = decay[t] * S[p] + step[t] * x[t, p] * B[t]                       in place
       y[t, p] = sum(S[p] * C[t]) + skip * x[t, p]
     y = 0 in rows of padding
 

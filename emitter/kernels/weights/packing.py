@@ -103,7 +103,7 @@ class Layout:
 
     @property
     def in_fields(self) -> int:
-        """Return how many codes of a group are complete in one word.
+        """Return how many codes of a group are not spread over several words.
 
         One or two more codes may follow, whose bits are spread over several words (`TOP_CODES`).
         """

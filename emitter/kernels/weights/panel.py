@@ -187,7 +187,8 @@ class Int8Panel(BasePanel):
 
     Each row of the weight is a column of the panel.
 
-    codes: i32 [depth / 4, columns]; each i32 has four consecutive codes of one row of the weight.
+    codes: i32 [depth / 4, columns]; each i32 has four codes of one row of the weight. Every eight
+        codes are in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`).
     scales, bases: f32 [groups, columns], one for each codec group (the elements of a row that share
         a scale). `Int8Codes.scale_and_base` has the formula that computes a weight from them.
     """
@@ -289,8 +290,9 @@ class Bf16BlockPanel(Bf16Panel):
     """A panel (see `BasePanel`) with quantised weights divided by the scale d of their codec block.
 
     A weight is d * scale * code, with one d for each codec block and one scale for each group in
-    it. An element of the panel is code * (scale of its group). It is stored as `count` bf16 (1 or
-    2) whose sum is exactly this value. `Bf16Panel` describes the buffer.
+    it (1 if the format has no group scales). An element of the panel is code * (scale of its
+    group). It is stored as `count` bf16 whose sum is exactly this value: 2, or 1 without group
+    scales. `Bf16Panel` describes the buffer.
 
     scales: f32 [blocks, columns], the d of each codec block. The GEMM multiplies the sum over a
         block by it. If a panel has only a part of a block, this is the sum over this part.
