@@ -194,7 +194,7 @@ def rope(step: Step, x: Value, tables: tuple[Value, Value], interleaved: bool = 
     """
     cos, sin = tables
     if cos.shape[0] < step.context:
-        problem = f"the tables have {cos.shape[0]} positions; they must have {step.context}, the context"
+        problem = f"the tables have {cos.shape[0]} positions; they must have at least {step.context}, the context"
         raise fail("rope", problem, (x, cos, sin))
     attrs = {"rotary_dim": 2 * cos.shape[1], "interleaved": interleaved, "mode": step.mode}
     return build(LAYERS, "rope", (x, cos, sin, step.start), (x.type,), attrs)[0]
@@ -325,7 +325,8 @@ def _orders_of_experts(step: Step, names: tuple[str, ...], count: int, features:
 
     GPTQ checkpoints with desc_act store the columns of a weight in another order. Element [e, i] is
     the index of the input feature that column i of expert e's weights multiplies. Return None
-    unless every expert has such an order, the same for all of its projections `names`.
+    unless every expert has such an order, the same for all of its projections `names`. If only some
+    experts have one, `models.build` raises EmitError, because no layer has read it.
     """
     path, module = current_path(), step.module
     weights = [[f"{path}.{e}.{name}.weight" for name in names] for e in range(count)]

@@ -155,7 +155,8 @@ class Step:
         of the second, and so on.
     records: the `State` (shape, kind, layers) of each value in `states`, by name.
     context: the max number of tokens in a sequence.
-    hidden: the final hidden states of the tokens; None until the layers are built.
+    hidden: the final hidden states that `layers.lm_head` got, [rows, hidden]: in prefill those of
+        the last token that is not padding, otherwise those of all tokens; None before that call.
     reordered: a cache of values whose features were permuted to match a weight with permuted
         columns. Key: (original value, name of the tensor that contains the permutation).
     """

@@ -263,8 +263,8 @@ class Session:
         """Store a snapshot of the current position, so that `rewind` can return to it later.
 
         Nothing is stored if all states can always return to this position without a snapshot. At
-        most `MAX_SNAPSHOTS` are stored, with at most `MAX_SNAPSHOT_BYTES` in total; the oldest are
-        dropped.
+        most `MAX_SNAPSHOTS` are stored. The oldest are dropped while all together exceed
+        `MAX_SNAPSHOT_BYTES`; the newest always stays.
         """
         everywhere = all(state.can_return(self.context, self.position) for state in self._states)
         if not everywhere and all(snapshot.position != self.position for snapshot in self._retained):

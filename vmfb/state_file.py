@@ -96,7 +96,7 @@ def read_head(path: Path) -> StateFile:
         if not 0 < count <= min(_MAX_TOKENS, file.size // 4):
             raise ValueError
     except (ValueError, OverflowError, TypeError, KeyError, RecursionError):
-        raise StateError(f"not a saved state of a session: {path}; give a file that /save in castiron chat wrote") from None
+        raise StateError(f"not a saved state of a session: {path}; delete it") from None
     return StateFile(path, bundle, np.frombuffer(file.read(_HEAD, 4 * count), "<i4"))
 
 

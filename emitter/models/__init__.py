@@ -7,8 +7,8 @@ A family's module has these members, in which layers and sizes have the names of
   logits [rows, vocab]: those of the last token in prefill, and those of all tokens in other
   functions. An encoder's `forward` returns hidden states [T, hidden].
 - `states(config, context)`: returns the KV caches and recurrent states. A family without it gets
-  one KV cache for each layer. If a layer has a sliding window shorter than the context, its cache
-  is a ring buffer.
+  one KV cache for each layer. With a sliding window, the cache is a ring buffer if the window and
+  the tokens of the widest call need fewer rows than the context has positions.
 
 To add a family, add its file, and its name to `FAMILIES` or `ENCODERS`.
 """

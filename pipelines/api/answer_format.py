@@ -123,10 +123,11 @@ class CallableTools:
     forced: Mapping[str, Any]
 
     def answer_format(self, form: AnswerFormat | None) -> AnswerFormat | None:
-        """Return the format of an answer that may have text and function calls; None for any text.
+        """Return the format of an answer that may, or if `forced` must, call these functions.
 
-        `form`: the format that the request sets for the text, None for free text. Raises ApiError
-        400 if this format cannot be combined with function calls.
+        None means any text. `form`: the format that the request sets for the text, None for free
+        text; a JSON schema has no effect if a call is forced. Raises ApiError 400 if a call is
+        forced and `form` is not a JSON schema.
         """
         tools, forced = self.tools, self.forced
         if forced and form and form.schema is None:

@@ -36,8 +36,8 @@ class ExtraFile(Body):
 class InfillRequest(CompletionFields):
     """The body of POST /infill.
 
-    The defaults are greedy decoding without a repeat penalty, unlike those of chats. llama.cpp's
-    fields `samplers` and `id_slot` are accepted and have no effect.
+    The defaults are greedy decoding without a repeat penalty, unlike those of chats. `samplers`
+    and unknown fields, such as llama.cpp's `id_slot`, are accepted and have no effect.
     """
 
     model_config = ConfigDict(extra="ignore", json_schema_extra={})

@@ -64,8 +64,8 @@ class Table:
                 yield group.cast(self.schema)
         except (pa.ArrowException, OSError) as error:
             self.fault = PipelineError(
-                f"{self.path} is damaged after record {self.done} ({_one_line(error)}); write this input file "
-                "again, then run the same command to continue"
+                f"{self.path} is damaged after record {self.done} ({_one_line(error)}); the records before it are "
+                "done; write this input file again, and run the command again"
             )
 
 

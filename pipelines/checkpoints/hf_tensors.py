@@ -46,8 +46,8 @@ _OTHERS = (
 def text_config(config: dict, names: Collection[str]) -> dict:
     """Return the config of the text part of a multimodal model; for a text model, return `config`.
 
-    If neither `config` nor its text_config has the key tie_word_embeddings, the result has it: true
-    if the model has no tensor lm_head.weight, else false.
+    In the result, tie_word_embeddings is true if it is true in `config` or in its text_config. If
+    neither has the key, it is true if the model has no tensor lm_head.weight.
 
     names: names of the model's tensors.
     """

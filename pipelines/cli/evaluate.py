@@ -141,7 +141,7 @@ def hf_logits(checkpoint: Path, weights: str, threads: int, adapter: Path | None
     The function takes (token ids, first position). It yields f32 [vocab], the logits, for each
     position from the first.
 
-    weights: the bundle's --weights; HF's weights are rounded to this type too.
+    weights: float type to which HF's weights are rounded, or "native" for the checkpoint's own.
     adapter: LoRA adapter to merge.
     """
     model = load_reference(checkpoint, weights, threads, adapter)

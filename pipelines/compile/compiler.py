@@ -78,7 +78,8 @@ def compile_model(
     After an error, no new files are left.
 
     Args:
-        model: GGUF file, HF directory, or name of a model on a hub, which is downloaded.
+        model: GGUF file, HF directory, catalogue name, or org/name on the hub; named models are
+            downloaded.
         progress: called with (name of a stage, fraction done).
         tiles: {name of a matmul: tile sizes}, instead of the results of `castiron tune`.
         keep: folder to which the generated MLIR and a script that compiles it are written.

@@ -150,8 +150,8 @@ class EventStream(Response):
     Each event is a JSON object, sent as a server-sent event or as a line of JSON. The name of a
     server-sent event is the object's field `type`, if there is one. If there is no event for
     KEEP_ALIVE seconds, a server-sent comment is sent; lines of JSON have no comments. The HTTP
-    status 200 is sent with the first event. So a request that fails earlier still gets an error
-    response with its own status.
+    status 200 is sent with the first event or comment. A request that fails before that gets an
+    error response with its own status; one that fails later gets the error as an event.
     """
 
     def __init__(self, job: Job):

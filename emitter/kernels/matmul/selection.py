@@ -107,7 +107,7 @@ def kernel_of(matmul: Matmul, isa: Isa, threads: int = 2, tiles: Tiles | None = 
     if any(type(value) is not int or value < 1 for value in astuple(tiles)) or not tiles.fit(matmul):
         raise ValueError(
             f"invalid tiles of matmul {matmul.name}: {tiles.name}; "
-            "use positive integers that divide its shape and fit on the stack, or omit tiles for the default"
+            f"use positive integers that {type(tiles).__name__}.fit accepts, or omit tiles for the default"
         )
     by_tables = prefix == "gemv" and is_summed_by_tables(matmul.format, isa)
     return Kernel(

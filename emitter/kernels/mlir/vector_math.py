@@ -191,8 +191,8 @@ def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
     """Quantise f32 vectors to int8 with one common scale; return (quantised vectors, scale).
 
     The scale is max |x| / 127 over all vectors. A quantised vector is still f32: each element is
-    n + ROUND, where n is the int8 of x. ROUND is a large constant; adding it rounds x / scale to an
-    integer. `numbers_of` and `low_bytes` extract n.
+    n + ROUND, where n is the int8 of x. ROUND is a large constant; adding it rounds
+    x * (127 / max |x|) to an integer. `numbers_of` and `low_bytes` extract n.
     """
     width = parts[0].width
     peak = lane_max(b, tree(b.maxf, [b.math("absf", part) for part in parts]))
