@@ -167,7 +167,7 @@ def test_bench_measures_a_shape(tiny, monkeypatch, tmp_path, capsys):
     ("options", "message"),
     [
         ([], "give a bundle DIR, --shape NAME, or --kernel"),
-        (["--shape", "llama-9"], "unknown shape: llama-9; use llama-3.2-1b, qwen3-8b"),
+        (["--shape", "llama-9"], "unknown shape of a model: llama-9; use one of llama-3.2-1b, qwen3-8b"),
         (["--shape", "tiny", "--codec", "q1_k"], "unknown codec: q1_k; --codec takes f32"),
         (["--shape", "tiny", "--tokens", "4"], "--tokens does not apply to a random model"),
         (["--shape", "tiny", "--checkpoint", "x"], "--checkpoint does not apply to a random model"),
