@@ -143,7 +143,11 @@ def test_a_packed_bundle_becomes_a_directory(made, mine, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("old", "new", "expected_message"),
     [
-        ("@decode_step(", "@decode(", "has no function decode_step, which the manifest lists; compile the MLIR file that castiron compile --keep"),
+        (
+            "@decode_step(",
+            "@decode(",
+            "has no function decode_step, which the manifest lists; compile the MLIR file that castiron compile --keep",
+        ),
         ('"model"::"model.norm.weight"', '"model"::"model.gone.weight"', "does not fit the bundle's weights"),
     ],
 )
