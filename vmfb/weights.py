@@ -1,4 +1,4 @@
-"""Parameter archives (.irpa) of IREE, written with few tensors in memory at a time.
+"""Parameter archives (.irpa) of IREE, written with at most two tensors in memory.
 
 The format is IREE's runtime/src/iree/schemas/parameter_archive.h, version 0.0: a header, a table of
 entries, their names, then the tensors. Tensors start at multiples of 64 bytes, so that a mapped
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -23,8 +23,6 @@ from castiron.vmfb.disk import LargePageWriter, naming
 ALIGNMENT = 64
 # One page, so that the data can be mapped.
 DATA_START = 4096
-# Max bytes of tensors that wait to be written, unless one tensor is larger.
-PENDING_BYTES = 1 << 26
 _HEADER = struct.Struct("<4sHHQQQ QQQQQQQ")
 _ENTRY = struct.Struct("<QIQQQQQQ QQ")
 _ENTRY_SIZE = (_ENTRY.size + 15) // 16 * 16
@@ -47,9 +45,8 @@ def write_irpa(
         size of this dtype, but may have another dtype, such as uint16 for bf16.
     progress: called after every tensor with (bytes of the tensors so far, bytes of all tensors).
 
-    A function is called only when its tensor is next, while earlier arrays are still being written.
-    At most `PENDING_BYTES` wait to be written, or one larger array. Raise WeightsError, and leave
-    no file, for a duplicate name or an array of another shape.
+    A function is called when its tensor is next, while the previous array is still being written.
+    Raise WeightsError, and leave no file, for a duplicate name or an array of another shape.
     """
     plan = [(name, data, tuple(shape), np.dtype(dtype)) for name, data, (shape, dtype) in entries]
     sizes = [prod(shape) * dtype.itemsize for _, _, shape, dtype in plan]
@@ -61,23 +58,19 @@ def write_irpa(
     digest, total = hashlib.sha256(), sum(sizes)
     path = Path(path)
     try:
-        # Writing and hashing release the GIL, so the next tensors are made in the meantime.
-        with naming(path), open(path, "wb") as file, ThreadPoolExecutor(1) as writer, ThreadPoolExecutor(1) as hasher:
-            out = LargePageWriter(file)
-            pending: deque[tuple[int, Future, Future]] = deque()
+        # Writing and hashing release the GIL, so the next tensor is made in the meantime.
+        with naming(path), open(path, "wb") as file, ThreadPoolExecutor(1) as pool:
+            out, end = LargePageWriter(file), 0
 
-            def finish(bytes_left: int) -> None:
-                # Wait until at most `bytes_left` bytes of tensors are neither written nor hashed.
-                while pending and sum(size for size, *_ in pending) > bytes_left:
-                    for future in pending.popleft()[1:]:
-                        future.result()
+            def put(data: bytes | memoryview, position: int) -> None:
+                nonlocal end
+                for part in (bytes(position - end), data):
+                    digest.update(part)
+                    out.write(part)
+                end = position + len(data)
 
-            def put(data: bytes | memoryview) -> None:
-                pending.append((len(data), writer.submit(out.write, data), hasher.submit(digest.update, data)))
-
-            put(head)
-            end = start
-            for (name, data, shape, dtype), size, offset, done in zip(plan, sizes, offsets, accumulate(sizes), strict=True):
+            writing = pool.submit(put, head, 0)
+            for (name, data, shape, dtype), offset, done in zip(plan, offsets, accumulate(sizes), strict=True):
                 array = data() if callable(data) else data
                 if array.shape != shape or array.dtype.itemsize != dtype.itemsize:
                     found, wanted = f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}"
@@ -85,14 +78,12 @@ def write_irpa(
                         f"wrong type of parameter {name!r} in {path}: {found}, not {wanted}; compile again, and do "
                         "not change the checkpoint meanwhile"
                     )
-                finish(max(0, PENDING_BYTES - size))
-                put(bytes(start + offset - end))
-                put(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-                end = start + offset + size
+                writing.result()
+                writing = pool.submit(put, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, start + offset)
                 del array
                 if progress:
                     progress(done, total)
-            finish(-1)
+            writing.result()
             out.flush()
             return digest.hexdigest()
     except BaseException:

@@ -177,7 +177,7 @@ def _last(f: _Function, result: Value, inside: set[Value]) -> tuple[Value | None
     """Find the last value that a kernel can compute element-wise from its own `result`.
 
     Return (root, before):
-    root: this value, or None if there is none.
+    root: this value, or None.
     before: the values from which the kernel computes `root`: `result` and all values between the
         two.
 

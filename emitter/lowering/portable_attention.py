@@ -148,17 +148,8 @@ def _over_ring(
 ) -> tuple[Value, Value, Value]:  # fmt: skip
     """Compute attention of one sequence over ring buffers, which store the last positions only.
 
-    Return the result [T, heads * head_dim] and the updated key and value caches.
-
-    op: the attention operation, which has the scale and other options as attributes.
-    sinks: [heads], an extra score in the softmax of each head; None for no sinks.
-    layer: index in dimension 0 of the caches.
-    start: position of the first token.
-    length: number of tokens that are not padding; 0 for an idle sequence of a batch; None if there
-        is no padding.
-    q: [T, heads, head_dim].
-    k, v: the keys and values of the new tokens, [T, kv_heads, head_dim].
-    k_cache, v_cache: [layers, rows of the ring buffer, kv_heads, ...].
+    Arguments and results are those of `_over_positions`, but k_cache and v_cache are [layers, rows
+    of the ring buffer, kv_heads, ...].
     """
     tokens, rows, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
     every = ops.constant(tokens, I32, ())

@@ -101,7 +101,7 @@ def shards_of(path: Path) -> dict[str, list[str] | None]:
 
 
 def quantization_config(config: dict) -> dict | None:
-    """Return the quantization_config in a config or in its `text_config`; None if there is none."""
+    """Return the quantization_config of a config, or of its `text_config`; None if both lack it."""
     for own in (config, config.get("text_config")):
         if isinstance(own, dict) and isinstance(found := own.get("quantization_config"), dict):
             return found

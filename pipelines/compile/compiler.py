@@ -101,8 +101,6 @@ def compile_model(
     used = {name: tiles[name] for name in facts.get("matmuls", ()) if name in tiles}
     if before is not None and facts.get("key") == key and facts.get("tuned") == used and keep is None:
         return CompileReport(before.path, True, {}, before.manifest)
-    # Hashing releases the GIL, so the checkpoint is opened in the meantime.
-    source_sha256 = _in_background(lambda: checkpoint_sha256(path))
     checkpoint = open_source(path, options, progress)
     announce()
 
@@ -153,14 +151,19 @@ def compile_model(
 
     with BundleWriter(out) as writer:
         texts = module_texts(module) | ({DEVICE: probes.text} if probes else {})
-        # A child process checks the tokenizer.
-        with _in_threads((lambda: write_tokenizer(writer), lambda: pack(writer)), cancelled) as futures:
+        # A child process checks the tokenizer, and hashing releases the GIL.
+        works = (
+            lambda: write_tokenizer(writer),
+            lambda: pack(writer),
+            lambda: checkpoint_sha256(checkpoint.path),
+        )
+        with _in_threads(works, cancelled) as futures:
             compiling.set()
             with stage("compile"):
                 result = compile_modules(texts, target, writer.directory, extra_flags=options.iree_flags, cancelled=cancelled)
             compiling.clear()
             with stage("pack"):
-                _, weights = (future.result() for future in futures)
+                _, weights, source_sha256 = (future.result() for future in futures)
         compile_info = {
             "key": key,
             "weights_key": weights_key,
@@ -169,7 +172,7 @@ def compile_model(
             "flags": list(result.flags),
             "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         }
-        manifest = manifest_of(model, checkpoint, source_sha256.result(), options, target, module, tiles, compile_info)
+        manifest = manifest_of(model, checkpoint, source_sha256, options, target, module, tiles, compile_info)
         hashes = {WEIGHTS: weights}
         if probes:
             with stage("known answer"):
@@ -182,20 +185,6 @@ def compile_model(
             manifest = replace(manifest, accuracy=accuracy)
         bundle = writer.commit(manifest, hashes)
     return CompileReport(bundle.path, False, seconds, bundle.manifest)
-
-
-def _in_background(work: Callable[[], Any]) -> Future:
-    """Run `work` in a daemon thread, which ends with the process; return a future of its result."""
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 @contextmanager

@@ -84,7 +84,7 @@ class PrefixStore:
     def take(self, session: Session, prompt: np.ndarray) -> int:
         """Load the KV cache of the longest stored prefix of `prompt` into `session`.
 
-        Returns the number of tokens of this prefix, or 0 if there is none.
+        Returns the number of tokens of this prefix, or 0 for no prefix.
         """
         while True:
             position, state = self._longest(session, prompt)

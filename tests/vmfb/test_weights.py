@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 import weakref
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from castiron.vmfb import disk, weights
+from castiron.vmfb import disk
 from castiron.vmfb.weights import WeightsError, write_irpa
 
 
@@ -53,23 +52,12 @@ def test_iree_reads_what_was_written(tmp_path_factory, tensors):
     assert written == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize(("pending", "waiting"), [(0, 1), (999, 1), (2500, 2)])
-def test_few_tensors_are_in_memory(tmp_path, monkeypatch, pending, waiting):
-    """While a tensor is made, at most `pending` bytes of others, or one of them, wait to be written."""
-    alive, counts, sha256 = [], [], hashlib.sha256
-
-    class SlowHash:
-        def __init__(self):
-            self.hexdigest = sha256().hexdigest
-
-        def update(self, data):
-            time.sleep(0.02)
-
-    monkeypatch.setattr(weights, "PENDING_BYTES", pending)
-    monkeypatch.setattr(weights.hashlib, "sha256", SlowHash)
+def test_no_more_than_two_tensors_are_in_memory(tmp_path):
+    alive = []
 
     def make(n):
-        counts.append(sum(ref() is not None for ref in alive))
+        # The previous tensor may still be written.
+        assert sum(ref() is not None for ref in alive) <= 1
         array = np.full((1000,), n, np.uint8)
         alive.append(weakref.ref(array))
         return array
@@ -78,7 +66,6 @@ def test_few_tensors_are_in_memory(tmp_path, monkeypatch, pending, waiting):
     entries = ((f"t{n}", lambda n=n: make(n), ((1000,), np.uint8)) for n in range(5))
     write_irpa(tmp_path / "w.irpa", entries, lambda done, total: seen.append((done, total)))
     assert len(alive) == 5 and seen == [(1000 * n, 5000) for n in range(1, 6)]
-    assert max(counts) == waiting
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ class Isa:
     lanes: number of f32 in a vector.
     registers: number of such vectors that fit in the CPU's vector registers.
     dot: instruction for int8 dot products (see `mlir.dot`).
-    pairs: instruction for products of bf16 pairs (see `mlir.bf16_pairs`); "" if there is none.
-    matrix: instruction for matmuls of bf16 blocks (see `mlir.matrix`); "" if there is none.
+    pairs: instruction for products of bf16 pairs (see `mlir.bf16_pairs`), or "".
+    matrix: instruction for matmuls of bf16 blocks (see `mlir.matrix`), or "".
     canonical: whether kernels give bit-identical results on every CPU. They then add in the same
         order everywhere, and the compiler must not fuse a multiplication and an addition.
     """
