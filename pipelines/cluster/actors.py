@@ -94,8 +94,7 @@ class Generate:
     def answers(self, prompts: Sequence[Any]) -> list[Result]:
         """Return a result for each prompt, in the order of `prompts`.
 
-        A prompt is a text or a list of chat messages. For an invalid prompt, such as None, the
-        result has an error.
+        A prompt is a text or a list of chat messages. The result of an invalid prompt has an error.
         """
         order = sorted(range(len(prompts)), key=lambda index: str(prompts[index]))
         results = self.model.generate_many([prompts[index] for index in order], **self.options)
