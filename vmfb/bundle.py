@@ -17,6 +17,7 @@ from castiron.vmfb.disk import naming, reason
 from castiron.vmfb.manifest import (
     FILES,
     MANIFEST,
+    TABLE,
     TEMPLATE,
     TOKENIZER,
     BundleError,
@@ -95,6 +96,11 @@ class Bundle:
     def tokenizer(self) -> Part | None:
         """Return the file tokenizer.json; None if the bundle has none and takes token ids only."""
         return self.part(TOKENIZER) if TOKENIZER in self.manifest.files else None
+
+    @property
+    def token_table(self) -> Part | None:
+        """Return the file tokenizer.table; None if the bundle has none, as older ones."""
+        return self.part(TABLE) if TABLE in self.manifest.files else None
 
     @property
     def chat_template(self) -> str | None:

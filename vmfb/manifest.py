@@ -15,15 +15,16 @@ from castiron.vmfb.targets import Target
 
 SCHEMA = 8
 MANIFEST = "manifest.json"
-MODEL, WEIGHTS, TOKENIZER, TEMPLATE, LOG, TEXT, DEVICE = (
-    "model.vmfb", "weights.irpa", "tokenizer.json", "chat_template.jinja", "compile.log", "model.mlir", "device.vmfb",
+MODEL, WEIGHTS, TOKENIZER, TABLE, TEMPLATE, LOG, TEXT, DEVICE = (
+    "model.vmfb", "weights.irpa", "tokenizer.json", "tokenizer.table", "chat_template.jinja", "compile.log", "model.mlir",
+    "device.vmfb",
 )  # fmt: skip
 # The files that a bundle may have besides the manifest and more modules, and whether they are required.
-FILES = dict.fromkeys((MODEL, WEIGHTS), True) | dict.fromkeys((TOKENIZER, TEMPLATE, LOG, TEXT, DEVICE), False)
+FILES = dict.fromkeys((MODEL, WEIGHTS), True) | dict.fromkeys((TOKENIZER, TABLE, TEMPLATE, LOG, TEXT, DEVICE), False)
 # The module with all functions of one width, which share kernels: `tokens_32.vmfb` for 32 tokens.
 _MODULE = re.compile(r"tokens_[0-9]+\.vmfb")
 # Maximum size in bytes of files that are read into memory.
-_MAX_BYTES = dict.fromkeys((TOKENIZER, TEMPLATE), 100_000_000)
+_MAX_BYTES = dict.fromkeys((TOKENIZER, TABLE, TEMPLATE), 100_000_000)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 

@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
     max_tokens = options.answer_limit(args.max_tokens)
     bundle, engine = open_engine(args)
     sampling = options.sampling_of(args, bundle.manifest.generation)
-    text = load_tokenizer(bundle, dict(args.template_arg), args.parse_special)
+    text = load_tokenizer(bundle, dict(args.template_arg), args.parse_special, lazy=True)
     if text.chat_template is None:
         raise PipelineError(f"{bundle.path} has no chat template; use castiron run --raw to continue plain text")
     chat = Chat(

@@ -103,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
             reasoning = "".join(part for part in parts if isinstance(part, Reasoning))
             answer: str | None = "".join(part for part in parts if not isinstance(part, Reasoning))
             if text is None:
-                text = load_tokenizer(bundle) if bundle.tokenizer else None
+                text = load_tokenizer(bundle, lazy=True) if bundle.tokenizer else None
                 answer = text.decode(stream.tokens) if text else None
             # Flushed now, because freeing a large vocabulary takes a tenth of a second.
             print(json.dumps(report(stream, answer, reasoning or None, load_seconds), ensure_ascii=False), flush=True)
@@ -156,8 +156,8 @@ def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Tokenizer 
     if args.tokens:
         encode_prompt(args.tokens, None, bundle.manifest.vocab)
         needed = args.stop or not args.json or args.json_schema or args.regex or args.grammar
-        return args.tokens, load_tokenizer(bundle) if bundle.tokenizer and needed else None, ()
-    text = load_tokenizer(bundle, dict(args.template_arg), args.parse_special)
+        return args.tokens, load_tokenizer(bundle, lazy=True) if bundle.tokenizer and needed else None, ()
+    text = load_tokenizer(bundle, dict(args.template_arg), args.parse_special, lazy=True)
     prompt = prompt_text(args)
     if args.suffix is not None:
         fim = fim_of(text)

@@ -37,8 +37,9 @@ from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
 from castiron.vmfb.compiler import compile_flags, compile_modules, compiler_version
 from castiron.vmfb.disk import naming
 from castiron.vmfb.known_answer import KnownAnswer
-from castiron.vmfb.manifest import DEVICE, MODEL, TOKENIZER, WEIGHTS, Accuracy, BundleError, Manifest, module_name
+from castiron.vmfb.manifest import DEVICE, MODEL, TABLE, TOKENIZER, WEIGHTS, Accuracy, BundleError, Manifest, module_name
 from castiron.vmfb.targets import Target, missing_features, resolve
+from castiron.vmfb.token_table import table_of
 
 # A function of (bundle, progress) that measures the bundle's accuracy, such as `own_accuracy`; progress takes (done, total).
 Evaluate = Callable[[Bundle, Callable[[int, int], None]], Accuracy | None]
@@ -148,6 +149,8 @@ def compile_model(
     def write_tokenizer(writer: BundleWriter) -> None:
         if (tokenizer := check_tokenizer(checkpoint, vocab)) is not None:
             writer.write(TOKENIZER, tokenizer)
+            if table := table_of(checkpoint.tokenizer or {}):
+                writer.write(TABLE, table)
 
     with BundleWriter(out) as writer:
         texts = module_texts(module) | ({DEVICE: probes.text} if probes else {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import tokenizers
 
     from castiron.pipelines.text.grammar import Grammar, Grammars
+    from castiron.vmfb.archive import Part
 
 # Texts of more characters are encoded without holding the GIL.
 LONG = 20_000
@@ -75,7 +76,7 @@ class Tokenizer:
     """The tokenizer and the chat template of a bundle.
 
     Args:
-        backend: a `tokenizers.Tokenizer` of HF's library.
+        backend: a `tokenizers.Tokenizer` of HF's library, or a `LazyTokenizer`.
         chat_template: source of the Jinja template, or None.
         bos: id of the token at the start of a text, or None.
         eos: ids of the tokens that end a text or a turn.
@@ -257,26 +258,36 @@ class Tokenizer:
 
 
 def load_tokenizer(
-    bundle: Bundle | Path | str, template_args: Mapping[str, object] | None = None, parse_special: bool = False
-) -> Tokenizer:
+    bundle: Bundle | Path | str, template_args: Mapping[str, object] | None = None, parse_special: bool = False,
+    lazy: bool = False,
+) -> Tokenizer:  # fmt: skip
     """Return the tokenizer of a bundle; raise PipelineError if the bundle has no valid tokenizer.
 
-    template_args, parse_special: see `Tokenizer`.
+    template_args, parse_special: see `Tokenizer`. lazy: whether to load the complete vocabulary only
+    when it is needed, which makes the first few texts faster and later ones not slower.
     """
     bundle = open_bundle(bundle)
     if bundle.tokenizer is None:
         raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none; give token ids with --tokens")
+    load, backend = partial(_read_tokenizer, bundle.tokenizer), None
+    if lazy and (table := bundle.token_table):
+        from castiron.pipelines.text.lazy_tokenizer import LazyTokenizer
+
+        backend = LazyTokenizer(table, load)
+    tokens, tool_format = bundle.manifest.tokens, ToolFormat.of(bundle.manifest)
+    return Tokenizer(
+        backend or load(), bundle.chat_template, tokens.bos, tokens.eos, template_args, bundle.manifest.vocab, tool_format,
+        parse_special, tokens.fim,
+    )  # fmt: skip
+
+
+def _read_tokenizer(file: Part) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer as Backend
 
     try:
-        backend = Backend.from_buffer(bundle.tokenizer.read_bytes())
+        return Backend.from_buffer(file.read_bytes())
     except Exception as error:  # tokenizers raises Exception itself
-        raise PipelineError(f"cannot read {bundle.tokenizer} ({short(str(error))}); compile the bundle again") from None
-    tokens, tool_format = bundle.manifest.tokens, ToolFormat.of(bundle.manifest)
-    return Tokenizer(
-        backend, bundle.chat_template, tokens.bos, tokens.eos, template_args, bundle.manifest.vocab, tool_format,
-        parse_special, tokens.fim,
-    )  # fmt: skip
+        raise PipelineError(f"cannot read {file} ({short(str(error))}); compile the bundle again") from None
 
 
 class Detokeniser:

@@ -1,0 +1,102 @@
+"""A tokenizer that reads only the tokens and merges which a short text needs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Any
+
+from tokenizers import Encoding, Tokenizer, models
+
+from castiron.vmfb.archive import Part
+from castiron.vmfb.manifest import BundleError
+from castiron.vmfb.token_table import TokenTable
+
+# The next text is encoded with the complete vocabulary, which is faster for more texts.
+MAX_TEXTS = 10
+# Attributes that do not depend on the model's tokens and merges.
+SHARED = {"decoder", "get_added_tokens_decoder", "model", "no_padding", "no_truncation", "normalizer"}
+
+
+class LazyTokenizer:
+    """A `tokenizers.Tokenizer` that loads its complete vocabulary only when something needs it.
+
+    The library reads all merges of a vocabulary in up to a second. A text needs few of them: first,
+    the library encodes it with a model without merges. The result is the symbols which BPE would
+    merge. Each merge joins the texts of two adjacent symbols, so the tokens of the text are among
+    the substrings of the joined symbols. Then the library encodes the text with a model that has
+    only these tokens and their merges. The result is the same as with all tokens.
+
+    Args:
+        part: the bundle's tokenizer.table.
+        load: returns the complete tokenizer. It is called after `MAX_TEXTS` texts, and for
+            attributes such as `get_vocab`.
+
+    Raises:
+        BundleError: the table is damaged.
+    """
+
+    def __init__(self, part: Part, load: Callable[[], Tokenizer]):
+        self._part, self._table, self._load = part, TokenTable(part), load
+        self._lock, self._texts = threading.Lock(), 0
+        try:
+            # It has the ids of added tokens, which stay the same if its model is replaced.
+            self._base = Tokenizer.from_buffer(self._table.rest)
+        except Exception:  # tokenizers raises Exception itself
+            raise self._damaged() from None
+        if not isinstance(self._base.model, models.BPE):
+            raise self._damaged()
+        self._added = {index: token.content for index, token in self._base.get_added_tokens_decoder().items()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base if name in SHARED else self._complete, name)
+
+    def encode(self, text: str, second: str | None = None, add_special_tokens: bool = True) -> Encoding:
+        """Return the encoding of `text`, or of the pair of `text` and `second`."""
+        self._texts += 1
+        # Something else may have loaded the complete tokenizer, and changed a setting of it.
+        if second is not None or self._texts > MAX_TEXTS or "_complete" in self.__dict__:
+            return self._complete.encode(text, second, add_special_tokens=add_special_tokens)
+        with self._lock:
+            self._base.model = self._symbols
+            symbols = "".join(self._base.encode(text).tokens)
+            self._base.model = self._model(*self._table.select(symbols))
+            return self._base.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of `ids`; unknown ids are left out, as in the library."""
+        if skip_special_tokens:
+            return self._complete.decode(list(ids))
+        tokens = [token for each in ids if (token := self.id_to_token(each)) is not None]
+        decoder = self._base.decoder
+        return decoder.decode(tokens) if decoder else " ".join(tokens)
+
+    def id_to_token(self, index: int) -> str | None:
+        return self._added.get(index, self._table[index] if 0 <= index < len(self._table) else None)
+
+    @cached_property
+    def _complete(self) -> Tokenizer:
+        complete = self._load()
+        complete.no_truncation()
+        complete.no_padding()
+        return complete
+
+    @cached_property
+    def _symbols(self) -> models.BPE:
+        """The model without merges."""
+        return self._model(self._table.symbols.tolist(), ())
+
+    def _model(self, tokens: Iterable[int], merges: Iterable[tuple[int, int]]) -> models.BPE:
+        table, given = self._table, self._base.model
+        try:
+            return models.BPE(
+                {table[token]: token for token in tokens}, [(table[left], table[right]) for left, right in merges],
+                unk_token=given.unk_token, fuse_unk=given.fuse_unk, byte_fallback=given.byte_fallback,
+                ignore_merges=given.ignore_merges,
+            )  # fmt: skip
+        except Exception:  # a merge whose tokens are not in the vocabulary
+            raise self._damaged() from None
+
+    def _damaged(self) -> BundleError:
+        return BundleError(f"damaged file in bundle: {self._part}; compile the bundle again")
