@@ -38,7 +38,7 @@ class TokenTable:
     """
 
     def __init__(self, part: Part):
-        data = part.map()
+        data = memoryview(part.read(0, part.size))
         counts = np.frombuffer(data[:20], "<i4") if len(data) >= 20 else np.full(5, -1)
         tokens, merges, symbols, size, rest = map(int, counts)
         numbers = 5 + tokens + 1 + 3 * merges + symbols

@@ -47,7 +47,7 @@ class LazyTokenizer:
             raise self._damaged() from None
         if not isinstance(self._base.model, models.BPE):
             raise self._damaged()
-        self._added = {index: token.content for index, token in self._base.get_added_tokens_decoder().items()}
+        self._added = frozenset(self._base.get_added_tokens_decoder())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._base if name in SHARED else self._complete, name)
@@ -73,7 +73,9 @@ class LazyTokenizer:
         return decoder.decode(tokens) if decoder else " ".join(tokens)
 
     def id_to_token(self, index: int) -> str | None:
-        return self._added.get(index, self._table[index] if 0 <= index < len(self._table) else None)
+        if index in self._added:
+            return self._base.id_to_token(index)
+        return self._table[index] if 0 <= index < len(self._table) else None
 
     @cached_property
     def _complete(self) -> Tokenizer:
