@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from castiron.pipelines import evaluate
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text import lazy_tokenizer
@@ -25,8 +26,28 @@ from castiron.vmfb.manifest import TABLE, TEMPLATE, TOKENIZER, BundleError, Toke
 from castiron.vmfb.token_table import TokenTable, table_of
 from tests.vmfb import hostile_bundles, toy
 
-TRAINING = ["the cat sat on the mat, then they thought of the weather", "naïve Ångström 你好 你们好 🚀🚀", "aaaa  bb\n\n\n    x"] * 3
-WORDS = ["the", " the", "they", "thought", "你好", "🚀", "e\u0301", "ﬁ", "Ｔｈｅ", "aaaaaaaa", "    ", "\n\n", "the" * 20, "▁", "Ġthe"]
+TRAINING = [
+    *(Path(evaluate.__file__).parent / "evaluate_text.txt").read_text(encoding="utf-8")[:20_000].splitlines(),
+    *["the cat sat on the mat", "naïve Ångström 你好 你们好 🚀🚀", "aaaa  bb\n\n\n    x"] * 9,
+]
+WORDS = [
+    "the",
+    " the",
+    "they",
+    "thought",
+    "你好",
+    "🚀",
+    "e\u0301",
+    "ﬁ",
+    "Ｔｈｅ",
+    "aaaaaaaa",
+    "    ",
+    "\n\n",
+    "the" * 20,
+    "▁",
+    "Ġthe",
+]
+WORDS += sorted({*TRAINING[4].split(" ")})
 WORDS += ["<|end|>", "<|e", "nd|>", "<s>", "<unk>", "<0xE4>", "<think>", "＜think＞", "☃", "WORD", "sword WORDy", "é", "\t"]
 ADDED = [
     AddedToken("<think>", special=False, normalized=False), AddedToken("<|end|>", special=True),
@@ -38,19 +59,20 @@ ADDED = [
 def trained(normalizer=None, pre_tokenizer=None, decoder=None, alphabet=(), special=(), **settings) -> tokenizers.Tokenizer:
     """Return a BPE tokenizer with merges of `TRAINING` and the tokens `ADDED`, most of them not in its vocabulary."""
     made = tokenizers.Tokenizer(models.BPE(**settings))
-    made.normalizer, made.pre_tokenizer, made.decoder = normalizer, pre_tokenizer, decoder
+    made.normalizer, made.decoder = normalizer, decoder
+    # Without words, training would make tokens of complete lines.
+    made.pre_tokenizer = pre_tokenizer or pre_tokenizers.Split(Regex("[ ▁]"), "merged_with_next")
     trainer = trainers.BpeTrainer(
         vocab_size=900, show_progress=False, special_tokens=list(special), initial_alphabet=list(alphabet), min_frequency=1
     )
     made.train_from_iterator(TRAINING, trainer)
-    # Training makes the settings of the trainer those of the model.
     changed = json.loads(made.to_str())
-    changed["model"] |= {name: value for name, value in settings.items()}
+    changed["model"] |= settings
+    if pre_tokenizer is None:
+        changed["pre_tokenizer"] = None
     made = tokenizers.Tokenizer.from_str(json.dumps(changed))
     made.add_tokens(ADDED)
-    made.post_processor = processors.TemplateProcessing(
-        "<|end|> $A", special_tokens=[("<|end|>", made.token_to_id("<|end|>"))]
-    )
+    made.post_processor = processors.TemplateProcessing("<|end|> $A", special_tokens=[("<|end|>", made.token_to_id("<|end|>"))])
     return made
 
 
@@ -190,10 +212,10 @@ def test_added_tokens_whose_ids_the_library_changes_have_no_table():
     assert table_of(content) is None
 
 
-def write(folder: Path, content: str, template: str = "{{ messages[0].content }}", **files: bytes) -> Path:
-    """Write a toy bundle with a tokenizer, whose ids may exceed the model's vocabulary."""
-    tables = {TABLE: table_of(json.loads(content))} if not files else files
-    return toy.write(folder, files={TOKENIZER: content, TEMPLATE: template} | tables, tokens=Tokens(None, (1,))).path
+def write(folder: Path) -> Path:
+    """Write a toy bundle with the tokenizer `small` and its table."""
+    files = {TOKENIZER: small(), TABLE: table_of(json.loads(small())), TEMPLATE: "{{ messages[0].content }}"}
+    return toy.write(folder, files=files, tokens=Tokens(None, (SMALL["</s>"],))).path
 
 
 SMALL = {"a": 0, "b": 1, "ab": 2, "c": 3, "</s>": 4, "abc": 5}
@@ -207,7 +229,7 @@ def small() -> str:
 
 
 def test_run_loads_no_complete_tokenizer_for_a_question(tmp_path, monkeypatch, capsys):
-    path = write(tmp_path / "toy", small())
+    path = write(tmp_path / "toy")
     pack_bundle(open_bundle(path), tmp_path / "toy.castiron")
     expected = load_tokenizer(path).encode_chat([{"role": "user", "content": "abcab"}])
     assert expected == [5, 2]
@@ -219,7 +241,7 @@ def test_run_loads_no_complete_tokenizer_for_a_question(tmp_path, monkeypatch, c
 
 
 def test_a_bundle_without_a_table_loads_the_complete_tokenizer(tmp_path):
-    path = write(tmp_path / "toy", small())
+    path = write(tmp_path / "toy")
     (path / TABLE).unlink()
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["files"][TABLE]
@@ -250,17 +272,19 @@ def test_numbers_out_of_range_are_one_line(tmp_path, value):
 
 
 def test_a_damaged_table_with_a_valid_hash_is_one_line(tmp_path, capsys):
-    path = write(tmp_path / "toy", small())
+    path = write(tmp_path / "toy")
     data = (path / TABLE).read_bytes()
     text = data.index(b"abab")
-    rest = data.index(b'{"')
-    swapped = data[: 4 * 12] + np.array([0, 3, 2], "<i4").tobytes() + data[4 * 15 :]
-    other = data[:rest].replace(b"", b"", 1) + data[rest:].replace(b'"BPE"', b'"XPE"')
     broken = {
-        "empty": b"", "short": data[:10], "cut off": data[:-1], "longer": data + b"\0", "no tokenizer": other,
-        "not UTF-8": data[:text] + b"\xff" + data[text + 1 :], "a character in two tokens": data[:text] + "é".encode() + data[text + 2 :],
-        "a merge of other tokens": swapped,
-    }  # fmt: skip
+        "empty": b"",
+        "short": data[:10],
+        "cut off": data[:-1],
+        "longer": data + b"\0",
+        "not UTF-8": data[:text] + b"\xff" + data[text + 1 :],
+        "a character in two tokens": data[:text] + "é".encode() + data[text + 2 :],
+        "another model": data.replace(b'"BPE"', b'"XPE"'),
+        "a merge without a token": data[: 4 * 12] + np.array([0, 3, 2], "<i4").tobytes() + data[4 * 15 :],
+    }
     for name, content in broken.items():
         (path / TABLE).write_bytes(content)
         hostile_bundles.rehash(path)
@@ -275,7 +299,7 @@ def test_a_damaged_table_with_a_valid_hash_is_one_line(tmp_path, capsys):
 
 
 def test_a_damaged_tokenizer_is_one_line_when_it_is_needed(tmp_path):
-    path = write(tmp_path / "toy", small())
+    path = write(tmp_path / "toy")
     (path / TOKENIZER).write_bytes(b"{}")
     hostile_bundles.rehash(path)
     text = load_tokenizer(path, lazy=True)
