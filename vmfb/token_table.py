@@ -78,9 +78,9 @@ class TokenTable:
     def select(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens that may be in `text`, and the merges that make them.
 
-        The result has every symbol and every substring of `text`. It also has each token whose runs
-        of 3 bytes are all in `text`: checking runs is faster than looking up substrings. A merge is
-        (id of the left token, id of the right token); their order is that of the tokenizer.
+        They are the tokens whose runs of 3 bytes are all in `text`, so more than its substrings;
+        checking runs is faster than looking up substrings. A merge is (id of the left token, id of
+        the right token); their order is that of the tokenizer.
         """
         seen = np.zeros(1 << 8 * RUN, bool)
         seen[_runs(np.frombuffer(text.encode(), np.uint8))] = True
@@ -89,7 +89,6 @@ class TokenTable:
         np.cumsum(~seen[_runs(self._text)], out=before[1 : max(len(before) - RUN + 1, 1)])
         starts, ends = self._offsets[:-1], self._offsets[1:]
         chosen = before[np.maximum(ends - RUN + 1, starts)] == before[starts]
-        chosen[self.symbols] = True
         return np.flatnonzero(chosen).tolist(), self._merges[chosen[self._merges[:, 2]], :2].tolist()
 
 

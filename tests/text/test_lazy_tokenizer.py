@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import tempfile
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from castiron.pipelines import evaluate
 from castiron.pipelines.cli import main as cli
+from castiron.pipelines.compile.compiler import compile_model
+from castiron.pipelines.compile.options import Options
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text import lazy_tokenizer
 from castiron.pipelines.text.lazy_tokenizer import LazyTokenizer
@@ -24,6 +27,7 @@ from castiron.vmfb.archive import Part
 from castiron.vmfb.bundle import open_bundle, pack_bundle
 from castiron.vmfb.manifest import TABLE, TEMPLATE, TOKENIZER, BundleError, Tokens
 from castiron.vmfb.token_table import TokenTable, table_of
+from tests.support import served
 from tests.vmfb import hostile_bundles, toy
 
 TRAINING = [
@@ -250,6 +254,16 @@ def test_a_bundle_without_a_table_loads_the_complete_tokenizer(tmp_path):
     assert load_tokenizer(path, lazy=True).encode("abcab") == [5, 2]
 
 
+def test_a_compiled_bundle_has_a_table(tmp_path):
+    checkpoint = served.checkpoint(tmp_path / "checkpoint")
+    content = json.loads((checkpoint / "tokenizer.json").read_text())
+    content["model"] = {"type": "BPE", "unk_token": "<unk>", "vocab": content["model"]["vocab"], "merges": []}
+    (checkpoint / "tokenizer.json").write_text(json.dumps(content))
+    path = compile_model(checkpoint, tmp_path / "bundle", Options(context=served.CONTEXT, batch=(served.SLOTS,))).bundle
+    assert isinstance(load_tokenizer(path, lazy=True).backend, LazyTokenizer)
+    assert load_tokenizer(path, lazy=True).encode("Hello ☃") == load_tokenizer(path).encode("Hello ☃")
+
+
 def counts(data: bytes) -> np.ndarray:
     return np.frombuffer(data[:20], "<i4").copy()
 
@@ -296,6 +310,19 @@ def test_a_damaged_table_with_a_valid_hash_is_one_line(tmp_path, capsys):
     assert cli.main(["run", str(path), "abc", "-n", "1"]) == 0
     (path / TABLE).write_bytes(data[::-1])
     assert cli.main(["run", str(path), "abc", "-n", "1"]) == 1 and "sha256 differs" in capsys.readouterr().err
+
+
+def test_random_damage_of_a_table_raises_no_other_error(tmp_path):
+    data, path = table_of(json.loads(small())), tmp_path / TABLE
+    rejected, head = 0, data.index(b'{"')
+    for seed in range(300):
+        path.write_bytes(hostile_bundles.damage(random.Random(seed), data, head))
+        try:
+            lazy = LazyTokenizer(Part.of(path), never)
+            lazy.decode([*lazy.encode("abcab abc").ids, *range(99)], skip_special_tokens=False)
+        except BundleError:
+            rejected += 1
+    assert 100 < rejected < 300
 
 
 def test_a_damaged_tokenizer_is_one_line_when_it_is_needed(tmp_path):
