@@ -91,7 +91,7 @@ def sentencepiece(normalizer=None, pre_tokenizer=None, **settings) -> tokenizers
     bytes_ = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     fallback = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True} | settings
-    return trained(normalizer, pre_tokenizer, decoder, special=bytes_, **fallback)
+    return trained(normalizer, pre_tokenizer, decoder, map(chr, range(0x21, 0x7F)), bytes_, **fallback)
 
 
 def with_model(made: tokenizers.Tokenizer, tokens: list[str], merges: list[list[str]]) -> tokenizers.Tokenizer:
@@ -113,7 +113,7 @@ KINDS = {
     "llama-3": lambda: with_model(byte_level(ignore_merges=True), ["aaaaaaaa", "thethe", "ĠWORD"], []),
     "words of unknown characters": lambda: with_model(
         trained(unk_token="<unk>", special=["<unk>"], pre_tokenizer=pre_tokenizers.Whitespace(), ignore_merges=True),
-        ["ßßß☃", "Ж"], [],
+        ["ßßß", "Ж"], [],
     ),
     "llama-2": lambda: sentencepiece(LLAMA2),
     "gemma": lambda: sentencepiece(normalizers.Replace(" ", "▁")),
