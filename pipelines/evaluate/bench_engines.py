@@ -237,11 +237,11 @@ class Castiron:
         return time.perf_counter() - start
 
     def first(self, tokens: Sequence[int]) -> None:
-        # Load the tokenizer too, because llama.cpp and `castiron run` do so.
+        # Encode a text too, because `castiron run` does so; llama.cpp loads its vocabulary.
         if self.bundle.tokenizer:
             from castiron.pipelines.text.tokenizer import load_tokenizer
 
-            load_tokenizer(self.bundle)
+            load_tokenizer(self.bundle, lazy=True).encode("Hi")
         self.prefill(tokens)
 
     def fill(self, tokens: Sequence[int]) -> None:
