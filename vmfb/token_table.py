@@ -39,10 +39,10 @@ class TokenTable:
 
     def __init__(self, part: Part):
         data = memoryview(part.read(0, part.size))
-        counts = np.frombuffer(data[:20], "<i4") if len(data) >= 20 else np.full(5, -1)
-        tokens, merges, symbols, size, rest = map(int, counts)
+        counts = np.frombuffer(data[:20], "<i4").tolist() if len(data) >= 20 else [-1] * 5
+        tokens, merges, symbols, size, rest = counts
         numbers = 5 + tokens + 1 + 3 * merges + symbols
-        is_valid = counts.min() >= 0 and len(data) == 4 * numbers + size + rest
+        is_valid = min(counts) >= 0 and len(data) == 4 * numbers + size + rest
         if is_valid:
             _, self._offsets, pairs, self.symbols = np.split(
                 np.frombuffer(data[: 4 * numbers], "<i4"), np.cumsum([5, tokens + 1, 3 * merges])
@@ -51,7 +51,7 @@ class TokenTable:
             self._text, self.rest = np.frombuffer(self._bytes, np.uint8), bytes(data[4 * numbers + size :])
             is_valid = self._is_valid()
         if not is_valid:
-            raise BundleError(f"damaged file in bundle: {part}; compile the bundle again")
+            raise damaged_table(part)
 
     def _is_valid(self) -> bool:
         starts, ends = self._offsets[:-1], self._offsets[1:]
@@ -90,6 +90,10 @@ class TokenTable:
         starts, ends = self._offsets[:-1], self._offsets[1:]
         chosen = before[np.maximum(ends - RUN + 1, starts)] == before[starts]
         return np.flatnonzero(chosen).tolist(), self._merges[chosen[self._merges[:, 2]], :2].tolist()
+
+
+def damaged_table(part: Part) -> BundleError:
+    return BundleError(f"damaged file in bundle: {part}; compile the bundle again")
 
 
 def _runs(text: np.ndarray) -> np.ndarray:

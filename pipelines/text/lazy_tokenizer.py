@@ -1,4 +1,4 @@
-"""A tokenizer that reads only the tokens and merges which a short text needs."""
+"""A tokenizer that gives the library only the tokens and merges that a text may need."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer, models
 
 from castiron.vmfb.archive import Part
-from castiron.vmfb.manifest import BundleError
-from castiron.vmfb.token_table import TokenTable
+from castiron.vmfb.token_table import TokenTable, damaged_table
 
-# The next text is encoded with the complete vocabulary, which is faster for more texts.
+# Later texts are encoded with the complete vocabulary: loading it takes as long as about 15 short texts without it.
 MAX_TEXTS = 10
 # Attributes that do not depend on the model's tokens and merges.
 SHARED = {"decoder", "get_added_tokens_decoder", "model", "no_padding", "no_truncation", "normalizer"}
@@ -22,11 +21,11 @@ SHARED = {"decoder", "get_added_tokens_decoder", "model", "no_padding", "no_trun
 class LazyTokenizer:
     """A `tokenizers.Tokenizer` that loads its complete vocabulary only when something needs it.
 
-    The library reads all merges of a vocabulary in up to a second. A text needs few of them: first,
-    the library encodes it with a model without merges. The result is the symbols which BPE would
-    merge. Each merge joins the texts of two adjacent symbols, so the tokens of the text are among
-    the substrings of the joined symbols. Then the library encodes the text with a model that has
-    only these tokens and their merges. The result is the same as with all tokens.
+    The library takes up to a second to read all merges of a vocabulary, and a text needs few of
+    them. So the library encodes a text twice. The first model has no merges; it gives the symbols
+    that BPE would merge. Each merge joins two adjacent symbols, so every token of the text is a
+    substring of the joined symbols. The second model has the tokens that may be such substrings,
+    and their merges; it gives the same tokens as the complete model.
 
     Args:
         part: the bundle's tokenizer.table.
@@ -44,9 +43,9 @@ class LazyTokenizer:
             # It has the ids of added tokens, which stay the same if its model is replaced.
             self._base = Tokenizer.from_buffer(self._table.rest)
         except Exception:  # tokenizers raises Exception itself
-            raise self._damaged() from None
+            raise damaged_table(part) from None
         if not isinstance(self._base.model, models.BPE):
-            raise self._damaged()
+            raise damaged_table(part)
         self._added = frozenset(self._base.get_added_tokens_decoder())
 
     def __getattr__(self, name: str) -> Any:
@@ -60,7 +59,7 @@ class LazyTokenizer:
             return self._complete.encode(text, second, add_special_tokens=add_special_tokens)
         with self._lock:
             self._base.model = self._symbols
-            symbols = "".join(self._base.encode(text).tokens)
+            symbols = "".join(self._base.encode(text, add_special_tokens=False).tokens)
             self._base.model = self._model(*self._table.select(symbols))
             return self._base.encode(text, add_special_tokens=add_special_tokens)
 
@@ -98,7 +97,4 @@ class LazyTokenizer:
                 ignore_merges=given.ignore_merges,
             )  # fmt: skip
         except Exception:  # a merge whose tokens are not in the vocabulary
-            raise self._damaged() from None
-
-    def _damaged(self) -> BundleError:
-        return BundleError(f"damaged file in bundle: {self._part}; compile the bundle again")
+            raise damaged_table(self._part) from None

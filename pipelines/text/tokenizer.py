@@ -264,7 +264,7 @@ def load_tokenizer(
     """Return the tokenizer of a bundle; raise PipelineError if the bundle has no valid tokenizer.
 
     template_args, parse_special: see `Tokenizer`. lazy: whether to load the complete vocabulary only
-    when it is needed, which makes the first few texts faster and later ones not slower.
+    when something needs it. Processes that encode few texts then start faster.
     """
     bundle = open_bundle(bundle)
     if bundle.tokenizer is None:

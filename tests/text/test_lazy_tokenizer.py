@@ -179,7 +179,7 @@ def test_truncation_and_the_vocabulary_are_those_of_the_complete_tokenizer(tmp_p
     assert lazy.get_vocab() == tokenizers.Tokenizer.from_str(content).get_vocab() and loaded == [1]
 
 
-def test_after_several_texts_the_complete_tokenizer_is_loaded_once(tmp_path):
+def test_the_complete_tokenizer_is_loaded_after_the_maximum_number_of_texts(tmp_path):
     content = KINDS["gemma"]().to_str()
     (tmp_path / TABLE).write_bytes(table_of(json.loads(content)))
     loaded = []
