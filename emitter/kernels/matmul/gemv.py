@@ -20,8 +20,8 @@ elements are divided into groups, and each group has a scale and a minimum.
   two. `code_factors` are the inverses of these powers.
 - `sums` are also multiplied by -1 if minima are subtracted, or by -offset if codes are stored with
   an offset (`group_sum`).
-- With a GLU, row blocks of gate and of up alternate in W. Each row block of gate is computed
-  together with the next one, which belongs to up.
+- With a GLU, row blocks of gate and of up alternate in W. Each row block of gate is computed in the
+  same set of row blocks as the next one, which belongs to up.
 - If xs does not fit on the stack, the kernel prepares and multiplies one part of x after another,
   and stores partial results on the stack.
 - Float codecs: a record has one element of each row (bf16: two), and is not decoded.
@@ -43,7 +43,7 @@ from castiron.emitter.kernels.matmul.prepared_x import PreparedX, bytes_per_elem
 from castiron.emitter.kernels.matmul.sum_tables import SumTables, is_summed_by_tables, table_bytes
 from castiron.emitter.kernels.matmul.tiles import Buffers, each_block
 from castiron.emitter.kernels.matmul_spec import Matmul
-from castiron.emitter.kernels.mlir.body import CACHE_LINE, STACK_BYTES, Body, Index, Ssa
+from castiron.emitter.kernels.mlir.body import CACHE_LINE, STACK_BYTES, Body, Index, Ssa, batches
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.lookup import permuted, shifted_index
 from castiron.emitter.kernels.mlir.vector_math import tree
@@ -168,22 +168,20 @@ class Gemv:
                         b.vstore(total, parts, *at_sum)
                 dots += totals
             if last == self.count:
-                vectors = self.records.vectors
-                results = [dots[i : i + vectors] for i in range(0, len(dots), vectors)]
-                if self.matmul.glu:
-                    self._store(b.div(row_blocks[0], 2), combine(b, self.matmul.glu, results))
-                else:
-                    for block, result in zip(row_blocks, results, strict=True):
-                        self._store(block, result)
+                results, shared = batches(dots, self.records.vectors), self.matmul.blocks_per_result
+                for block, of_block in zip(row_blocks[::shared], batches(results, shared), strict=True):
+                    self._store(b.div(block, shared), combine(b, self.matmul.glu, of_block))
 
     def _blocks_of(self, number: Index) -> list[Index]:
-        # The 16-row blocks of set `number` of the share. An incomplete set repeats the last block of the weight.
-        b = self.b
+        # The 16-row blocks of set `number` of the share. An incomplete set repeats the last ones of the weight.
+        b, shared = self.b, self.matmul.blocks_per_result
         if self.is_far:
             row_blocks = [b.add(b.add(self.first_block, number), b.mul(self.share, i)) for i in range(self.set)]
         else:
             row_blocks = [b.add(b.mul(number, self.set), i) for i in range(self.set)]
-        return [b.min(block, self.row_blocks - 1) for block in row_blocks] if self.row_blocks % self.set else row_blocks
+        if self.row_blocks % self.set == 0:
+            return row_blocks
+        return [b.min(block, self.row_blocks - shared + i % shared) for i, block in enumerate(row_blocks)]
 
     def _dots(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
         # totals + the dot products of records first .. last - 1
@@ -231,6 +229,8 @@ class Gemv:
         # totals + d * sum(scale * sum(x * code)) + m * sum(minimum * sum(x)), where the outer sums are over the groups.
         b, records, groups = self.b, self.records, self.layout.groups
         minima = self.codec.minimum != 0
+        for prefetch in self._prefetches(row_blocks, record, 0, self.layout.codes):  # scales and minima
+            prefetch()
         zeros = [b.splat(0.0, self.lanes)] * len(self.sides)
         with b.loop(0, groups, carry=zeros * (1 + minima)) as g:
             soon = self._prefetches(row_blocks, record, records.codes_at(g.index), self.layout.group_bytes)

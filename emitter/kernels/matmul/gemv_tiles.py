@@ -1,5 +1,6 @@
 """The tile sizes of the kernel for one token, `gemv`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -10,10 +11,13 @@ from castiron.emitter.kernels.mlir.body import PARTS
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.weights.packing import LANES, layout
 
-AHEAD_BYTES = 5 << 10  # distance of prefetched weights
+# Distance of prefetched weights: of one row block, and of all row blocks that are read at the same time.
+AHEAD_BYTES, AHEAD_TOTAL = 5 << 10, 10 << 10
 # Bytes of weights of a workgroup. Each workgroup has to prepare x and starts without prefetched weights, so small weights
 # have one workgroup per thread. Larger weights have up to PARTS per thread, because threads may start late.
 MIN_BYTES, ENOUGH_BYTES = 16 << 10, 1 << 20
+# What a set of row blocks that are computed together costs besides its row blocks, in the time of one row block.
+SET_COST = 1
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,8 @@ class GemvTiles(Tiles):
     elements) of each of 16 rows of the weight. For a float codec, it has one element of each row
     (bf16: two).
 
-    together: number of 16-row blocks that are computed together, so that they share loads of x; at
-        most 2 with a GLU.
+    together: number of 16-row blocks that are computed together, so that they share loads of x and
+        the core reads several addresses at a time; with a GLU, 1 or an even number.
     chains: number of independent accumulators for each row of the weight.
     ahead: prefetch distance, in records.
     unroll: number of records in a loop iteration; for float codecs only.
@@ -37,7 +41,7 @@ class GemvTiles(Tiles):
     unroll: int = 4
 
     def fit(self, matmul: Matmul) -> bool:
-        return self.together <= 2 or not matmul.glu
+        return self.together == 1 or self.together % matmul.blocks_per_result == 0
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
@@ -49,11 +53,22 @@ class GemvTiles(Tiles):
             # Each (token, expert) pair has its own workgroups, about 2 * threads in total.
             workgroups = min(workgroups, -(-2 * threads // matmul.tokens))
         ahead = 16 if codec.block == 32 else -(-AHEAD_BYTES // size)
-        if isa.canonical:
-            return cls(2 if matmul.glu or not isa.roomy else 4, 1, ahead, workgroups=workgroups)
-        if is_summed_by_tables(codec, isa):
-            return cls(2 if matmul.glu or not isa.roomy else 4, 2, ahead, workgroups=workgroups)
+        if isa.roomy and (codec.quantised or isa.canonical):
+            together = _together(blocks, workgroups, (4, 2) if matmul.glu else (4, 3, 2))
+            ahead = -(-AHEAD_TOTAL // (together * size))
+            return cls(together, 1 if isa.canonical else 2, ahead, workgroups=workgroups)
+        if isa.canonical or is_summed_by_tables(codec, isa):
+            return cls(2, 1 if isa.canonical else 2, ahead, workgroups=workgroups)
         # Two row blocks overflow the registers for K-quants, which have two levels of scales, and for all codecs on NEON.
         together = 1 if layout(codec).groups > 1 or (codec.quantised and isa.lanes < 8) else 2
         chains = {("q4_k", 8): 3}.get((codec.name, isa.lanes), 4 if isa.lanes == LANES else 2)
         return cls(together, chains, ahead, workgroups=workgroups)
+
+
+def _together(blocks: int, workgroups: int, choices: Sequence[int]) -> int:
+    """Return how many row blocks to compute together, so that no workgroup has much more than the others.
+
+    choices: possible numbers, from the fastest per row block on.
+    """
+    sets_of_busiest = lambda together: -(-(-(-blocks // together)) // workgroups)
+    return min(choices, key=lambda together: sets_of_busiest(together) * (together + SET_COST))
