@@ -53,7 +53,7 @@ class GemvTiles(Tiles):
             # Each (token, expert) pair has its own workgroups, about 2 * threads in total.
             workgroups = min(workgroups, -(-2 * threads // matmul.tokens))
         ahead = 16 if codec.block == 32 else -(-AHEAD_BYTES // size)
-        if isa.roomy and (codec.quantised or isa.canonical):
+        if isa.roomy:
             together = _together(blocks, workgroups, (4, 2) if matmul.glu else (4, 3, 2))
             ahead = -(-AHEAD_TOTAL // (together * size))
             return cls(together, 1 if isa.canonical else 2, ahead, workgroups=workgroups)
