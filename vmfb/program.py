@@ -28,6 +28,7 @@ from castiron.emitter.abi import Function
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.cpu import physical_cores
 from castiron.vmfb.device import device, lower_priority, release_devices, vm_instance
+from castiron.vmfb.disk import LARGE_PAGE
 from castiron.vmfb.manifest import WEIGHTS, BundleError, Manifest
 from castiron.vmfb.record import short
 from castiron.vmfb.weights import WeightsError, read_irpa
@@ -301,7 +302,11 @@ def new_zeros(count: int, dtype: str, large_pages: bool = False) -> np.ndarray:
     numpy_dtype, _ = ELEMENTS[dtype]
     # Private: shared memory would be accounted as a file.
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE} if hasattr(mmap, "MAP_PRIVATE") else {}
-    memory = mmap.mmap(-1, max(1, count * numpy_dtype.itemsize), **flags)
+    size = max(1, count * numpy_dtype.itemsize)
+    if large_pages and size > LARGE_PAGE:
+        # Otherwise the end would be in small pages.
+        size = -(-size // LARGE_PAGE) * LARGE_PAGE
+    memory = mmap.mmap(-1, size, **flags)
     # With large pages the first row of every layer's state would take 2 MB.
     with contextlib.suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE if large_pages else mmap.MADV_NOHUGEPAGE)

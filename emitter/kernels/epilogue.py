@@ -1,6 +1,6 @@
 """Epilogues of matmuls, applied to dot products before storing: GLU, bias and residual."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import erf, pi, sqrt
 
 import numpy as np
@@ -41,15 +41,15 @@ ACTIVATIONS = {
 }
 
 
-def combine(b: Body, glu: str | None, dots: list[list[Ssa]]) -> list[Ssa]:
+def combine(b: Body, glu: str | None, dots: Sequence[Sequence[Ssa]]) -> Sequence[Ssa]:
     """Emit code that applies a GLU, if any, to dot products; return 16 results of a matmul.
 
-    The results are a list of f32 vectors: act(gate) * up with a GLU, otherwise the dot products
+    The results are f32 vectors: act(gate) * up with a GLU, otherwise the dot products
     themselves.
 
     glu: name of the activation, or None for no GLU.
     dots: [dot products], or with a GLU [those of gate, those of up]. Each item has the dot products
-        with 16 rows of the weight, as a list of f32 vectors.
+        with 16 rows of the weight, as f32 vectors.
     """
     if glu is None:
         return dots[0]

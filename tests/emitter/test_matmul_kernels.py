@@ -121,6 +121,15 @@ def test_rejects_tiles_that_do_not_fit(tokens, out, tiles):
         kernel_of(Matmul("q4_1", tokens, out, 576), AVX2, 2, tiles)
 
 
+@pytest.mark.parametrize(
+    "blocks, glu, together", [(36, None, 3), (56, None, 4), (12, None, 3), (9496, None, 4), (2, None, 2), (112, "silu", 4)]
+)
+def test_row_blocks_read_together_divide_the_work_evenly(blocks, glu, together):
+    """Two workgroups compute 36 row blocks as 6 sets of 3 each, because 9 sets of 4 would make one of them wait."""
+    out = 16 * blocks // (2 if glu else 1)
+    assert GemvTiles.default(Matmul("q4_1", 1, out, 576, glu=glu), AVX512, 2).together == together
+
+
 def test_a_glu_processes_its_two_row_blocks_together_or_in_turn():
     with pytest.raises(ValueError, match="invalid tiles of matmul .*; use positive integers"):
         kernel_of(Matmul("q4_1", 1, 64, 576, glu="silu"), AVX2, 2, GemvTiles(together=3))

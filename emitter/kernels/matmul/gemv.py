@@ -34,7 +34,7 @@ Without a GLU, a workgroup then divides its share into `together` consecutive pa
 of them at the same time. A core reads a few long streams faster than many short ones.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from castiron.emitter.kernels.epilogue import combine, with_operands
@@ -344,7 +344,7 @@ class Gemv:
             add(record, sums, i)
         return [tree(b.addf, sums[n :: len(self.sides)]) for n in range(len(self.sides))]
 
-    def _store(self, block: Index, results: list[Ssa]) -> None:
+    def _store(self, block: Index, results: Sequence[Ssa]) -> None:
         b, buffers, row = self.b, self.buffers, self.y_row
         column = b.mul(block, LANES)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Self
 
 from castiron.emitter.kernels.matmul.sum_tables import is_summed_by_tables
@@ -70,5 +71,5 @@ def _together(blocks: int, workgroups: int, choices: Sequence[int]) -> int:
 
     choices: possible numbers, from the fastest per row block on.
     """
-    sets_of_busiest = lambda together: -(-(-(-blocks // together)) // workgroups)
+    sets_of_busiest = lambda together: ceil(blocks / together / workgroups)
     return min(choices, key=lambda together: sets_of_busiest(together) * (together + SET_COST))

@@ -1,7 +1,7 @@
 """Define the tile sizes of matmul kernels, and emit the code that stores their results."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import ClassVar, Self
@@ -195,7 +195,7 @@ class Finish:
             with b.loop(end, last) as token:
                 self._put(token.index, column, [b.splat(0.0, lanes)] * (LANES // lanes), ragged, add=False)
 
-    def _put(self, token: Index, column: Index, results: list[Ssa], ragged: int, add: bool) -> None:
+    def _put(self, token: Index, column: Index, results: Sequence[Ssa], ragged: int, add: bool) -> None:
         # add: whether to add the bias and the residual
         b, lanes, row = self.b, self.lanes, self.row_of(token)
         for lane in range(0, ragged or LANES, 1 if ragged else lanes):
