@@ -18,6 +18,7 @@ rounded to int8.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import Self
 
 from castiron.emitter.int8 import GROUP
@@ -34,7 +35,7 @@ from castiron.emitter.kernels.matmul.tiles import (
     panel_workgroups,
 )
 from castiron.emitter.kernels.matmul_spec import Matmul
-from castiron.emitter.kernels.mlir.body import I32, STACK_BYTES, Body, Index, Ssa, batches
+from castiron.emitter.kernels.mlir.body import CACHE_LINE, I32, STACK_BYTES, Body, Index, Ssa, batches
 from castiron.emitter.kernels.mlir.dot import dot_of
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.weights.packing import LANES
@@ -46,7 +47,10 @@ MAX_ROWS = {4: 2, 8: 6, 16: 6}
 MAX_DEPTH = 512
 Quads = Callable[[int], Sequence[Sequence[Ssa]]]
 Sides = Sequence[Sequence[tuple[Ssa, Ssa | None]]]
-FEW_ROWS = 8  # max rows of a tile of `SmallBatchInt8`; more accumulators would spill
+# Of `SmallBatchInt8`: max rows of a tile, because more accumulators would spill; the same for 16-row blocks that are read
+# at the same time, and for the product of both; distance of prefetched weights, for all row blocks.
+FEW_ROWS, FEW_BLOCKS, FEW_SUMS = 8, 4, 16
+AHEAD_BYTES = 10 << 10
 
 
 @dataclass(frozen=True)
@@ -245,15 +249,21 @@ class Step:
 
 @dataclass(frozen=True)
 class SmallBatchInt8Tiles(Tiles):
-    """The tile sizes of `SmallBatchInt8`; rows: tokens whose sums are in registers at a time."""
+    """The tile sizes of `SmallBatchInt8`.
+
+    rows: number of tokens whose sums are in registers at the same time.
+    row_blocks: number of 16-row blocks of the weight that are read at the same time.
+    """
 
     rows: int
+    row_blocks: int = 1
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
         rows = -(-matmul.tokens // -(-matmul.tokens // FEW_ROWS))
-        sets = matmul.weight_shape[0] // matmul.blocks_per_result
-        return cls(rows, workgroups=min(sets, PARTS * threads))
+        row_blocks = max(1, min(FEW_BLOCKS, FEW_SUMS // rows)) if isa.roomy else 1
+        sets = matmul.weight_shape[0] // lcm(row_blocks, matmul.blocks_per_result)
+        return cls(rows, row_blocks, workgroups=max(1, min(sets, PARTS * threads)))
 
     def fit(self, matmul: Matmul) -> bool:
         return self.rows <= matmul.tokens
@@ -264,37 +274,52 @@ class SmallBatchInt8:
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchInt8Tiles, buffers: Buffers):
         self.b, self.codec, self.isa, self.tiles, self.buffers = b, matmul.format, isa, tiles, buffers
-        self.T, self.set = matmul.tokens, matmul.blocks_per_result
-        self.row_blocks, self.count, _ = matmul.weight_shape
+        self.T, self.set = matmul.tokens, lcm(tiles.row_blocks, matmul.blocks_per_result)
+        self.row_blocks, self.count, size = matmul.weight_shape
+        self.ahead = -(-AHEAD_BYTES // (tiles.row_blocks * size))
         self.step = Step(b, matmul, isa, buffers)
         self.records = self.step.records
+        # Bytes of a record that are prefetched with each 32 elements of x.
+        self.share = -(-size * self.step.parts // (self.records.layout.groups * CACHE_LINE)) * CACHE_LINE
         self.sums = b.stack(self.T, self.set * LANES)
         self.finish = Finish(b, matmul, isa.lanes, buffers, self.sums)
 
     def write(self) -> None:
-        b, T, rows, vectors = self.b, self.T, self.tiles.rows, self.records.vectors
+        b, T, rows, vectors, together = self.b, self.T, self.tiles.rows, self.records.vectors, self.tiles.row_blocks
         end, full = b.real(self.buffers.get("length"), 0, T), T // rows * rows
-        low, high = b.share(self.row_blocks // self.set, b.workgroup(), self.tiles.workgroups)
+        low, high = b.share(-(-self.row_blocks // self.set), b.workgroup(), self.tiles.workgroups)
         with b.loop(low, high) as item:
             first = b.mul(item.index, self.set)
-            with b.loop(0, self.set * vectors) as side:
-                at = b.add(first, b.div(side.index, vectors)), b.rem(side.index, vectors)
-                column = b.mul(side.index, self.isa.lanes)
+            with b.loop(0, self.set // together * vectors) as side:
+                at, v = b.mul(b.div(side.index, vectors), together), b.rem(side.index, vectors)
+                blocks = [b.add(first, b.add(at, i)) for i in range(together)]
+                if self.row_blocks % self.set:
+                    blocks = [b.min(block, self.row_blocks - 1) for block in blocks]
+                columns = [b.add(b.mul(b.add(at, i), LANES), b.mul(v, self.isa.lanes)) for i in range(together)]
                 with b.loop(0, b.min(b.mul(b.ceildiv(end, rows), rows), full), rows) as t:
-                    self._tile(*at, column, t.index, rows)
+                    self._tile(blocks, v, columns, t.index, rows)
                 if full < T:
                     with b.when(b.less(full, end)):
-                        self._tile(*at, column, full, T - full)
-            self.finish.store(first, self.set, 0, end, T)
+                        self._tile(blocks, v, columns, full, T - full)
+            last = b.min(b.add(first, self.set), self.row_blocks)
+            self.finish.store(first, b.sub(last, first), 0, end, T)
 
-    def _tile(self, block: Index, v: Index, column: Index, token: Index, rows: int) -> None:
+    def _tile(self, blocks: Sequence[Index], v: Index, columns: Sequence[Index], token: Index, rows: int) -> None:
         b, groups, parts = self.b, self.records.layout.groups, self.step.parts
-        with b.loop(0, self.count * groups // parts, carry=[b.splat(0.0, self.isa.lanes)] * rows) as loop:
+        zeros = [b.splat(0.0, self.isa.lanes)] * (rows * len(blocks))
+        with b.loop(0, self.count * groups // parts, carry=zeros) as loop:
             first = b.mul(loop.index, parts)
             record, group = b.div(first, groups), b.rem(first, groups)
-            numbers = [b.add(group, part) for part in range(parts)]
-            self.records.prefetch_later([block], self.set, record, *self.records.extent(group, parts))
-            groups_at, tokens = [(record, number) for number in numbers], (b.add(token, r) for r in range(rows))
-            loop.give(*self.step.add_packed(loop.values, tokens, loop.index, block, groups_at, v))
-        for r, total in enumerate(loop.results):
-            b.vstore(total, self.sums, b.add(token, r), column)
+            then = b.add(record, self.ahead)
+            skipped, later = b.mul(b.div(then, self.count), self.set), b.rem(then, self.count)
+            line = b.mul(b.div(group, parts), self.share)
+            self.records.prefetch_later(blocks, skipped, later, line, self.share)
+            groups_at = [(record, b.add(group, part)) for part in range(parts)]
+            sums: list[Ssa] = []
+            for block, of_block in zip(blocks, batches(loop.values, rows), strict=True):
+                tokens = (b.add(token, r) for r in range(rows))
+                sums += self.step.add_packed(of_block, tokens, loop.index, block, groups_at, v)
+            loop.give(*sums)
+        for column, of_block in zip(columns, batches(loop.results, rows), strict=True):
+            for r, total in enumerate(of_block):
+                b.vstore(total, self.sums, b.add(token, r), column)

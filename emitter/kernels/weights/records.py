@@ -108,7 +108,7 @@ class Records:
         """
         self.b.prefetch(self.weight, self.b.add(block, self.base), record, offset, near=near)
 
-    def prefetch_later(self, blocks: Iterable[Index], step: int, record: Index, first: Index, nbytes: int) -> None:
+    def prefetch_later(self, blocks: Iterable[Index], step: Index, record: Index, first: Index, nbytes: int) -> None:
         """Emit prefetches of a part of a record, for 16-row blocks that later code reads.
 
         blocks, step: the code prefetches from block i + `step` for each index i in `blocks`.

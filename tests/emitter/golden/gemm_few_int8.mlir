@@ -1,58 +1,58 @@
 // castiron emit --kernel gemm_few --shape 16x64 --codec q5_0 --tokens 2 --numerics fast --isa avx2 --threads 2
-// 360 lines, sha256 52792bf9aabead9f4f715dae05e28d29d9b5a08b64d91e0bdc2268c1a6863a73
-            %17:2 = scf.for %14 = %c0 to %c2 step %c1 iter_args(%15 = %c4, %16 = %c4) -> (vector<8xf32>, vector<8xf32>) {
-              %18 = arith.addi %9, %c1 : index
-              memref.prefetch %m3[%18, %14, %c0], read, locality<3>, data : memref<1x2x352xi8>
-              %19 = arith.addi %9, %c1 : index
-              memref.prefetch %m3[%19, %14, %c5], read, locality<3>, data : memref<1x2x352xi8>
-              %20 = arith.addi %9, %c1 : index
-              memref.prefetch %m3[%20, %14, %c6], read, locality<3>, data : memref<1x2x352xi8>
-              %21 = arith.addi %9, %c1 : index
-              memref.prefetch %m3[%21, %14, %c7], read, locality<3>, data : memref<1x2x352xi8>
-              %22 = arith.addi %9, %c1 : index
-              memref.prefetch %m3[%22, %14, %c8], read, locality<3>, data : memref<1x2x352xi8>
-              %23 = arith.addi %9, %c1 : index
-              memref.prefetch %m3[%23, %14, %c9], read, locality<3>, data : memref<1x2x352xi8>
-              %24 = arith.muli %10, %c10 : index
-              %25 = vector.load %m3[%9, %14, %24] : memref<1x2x352xi8>, vector<16xi8>
-              %26 = vector.bitcast %25 : vector<16xi8> to vector<8xf16>
-              %27 = arith.extf %26 : vector<8xf16> to vector<8xf32>
-              %28 = arith.mulf %27, %c11 : vector<8xf32>
-              %29 = arith.addi %12, %c1 : index
-              %30 = memref.load %m2[%12, %14] : memref<2x2xi32>
-              %31 = arith.muli %30, %c12 : i32
-              %32 = vector.broadcast %31 : i32 to vector<8xi32>
-              %33 = memref.load %m2[%29, %14] : memref<2x2xi32>
-              %34 = arith.muli %33, %c12 : i32
-              %35 = vector.broadcast %34 : i32 to vector<8xi32>
-              %36 = arith.muli %10, %c13 : index
-              %37 = arith.addi %c13, %36 : index
-              %38 = vector.load %m3[%9, %14, %37] : memref<1x2x352xi8>, vector<32xi8>
-              %39 = vector.bitcast %38 : vector<32xi8> to vector<8xi32>
-              %40 = arith.andi %39, %c14 : vector<8xi32>
-              %41 = arith.shrui %39, %c15 : vector<8xi32>
-              %42 = arith.andi %41, %c16 : vector<8xi32>
-              %43 = arith.shrui %39, %c17 : vector<8xi32>
-              %44 = arith.andi %43, %c18 : vector<8xi32>
-              %45 = arith.muli %10, %c13 : index
-              %46 = arith.addi %c19, %45 : index
-              %47 = vector.load %m3[%9, %14, %46] : memref<1x2x352xi8>, vector<32xi8>
-              %48 = vector.bitcast %47 : vector<32xi8> to vector<8xi32>
-              %49 = arith.shli %48, %c20 : vector<8xi32>
-              %50 = arith.andi %49, %c21 : vector<8xi32>
-// 207 lines more
-              %258 = arith.addi %226, %257 : vector<16xi16>
-              %259 = llvm.call_intrinsic "llvm.x86.avx2.pmadd.wd"(%258, %c35) : (vector<16xi16>, vector<16xi16>) -> vector<8xi32>
-              %260 = arith.addi %143, %259 : vector<8xi32>
-              %261 = arith.sitofp %253 : vector<8xi32> to vector<8xf32>
-              %262 = arith.sitofp %260 : vector<8xi32> to vector<8xf32>
-              %263 = arith.mulf %261, %27 : vector<8xf32>
-              %264 = memref.load %m1[%12, %14] : memref<2x2xf32>
-              %265 = vector.broadcast %264 : f32 to vector<8xf32>
-              %266 = math.fma %263, %265, %15 : vector<8xf32>
-              %267 = arith.mulf %262, %27 : vector<8xf32>
-              %268 = memref.load %m1[%29, %14] : memref<2x2xf32>
-              %269 = vector.broadcast %268 : f32 to vector<8xf32>
-              %270 = math.fma %267, %269, %16 : vector<8xf32>
-              scf.yield %266, %270 : vector<8xf32>, vector<8xf32>
+// 369 lines, sha256 8c5602c632508c171f3056d1a87d32747813c200cdeab65f40192a7cfb91558c
+            %19:2 = scf.for %16 = %c0 to %c2 step %c1 iter_args(%17 = %c5, %18 = %c5) -> (vector<8xf32>, vector<8xf32>) {
+              %20 = arith.addi %16, %c6 : index
+              %21 = arith.divui %20, %c2 : index
+              %22 = arith.remui %20, %c2 : index
+              %23 = arith.addi %10, %21 : index
+              memref.prefetch %m3[%23, %22, %c0], read, locality<3>, data : memref<1x2x352xi8>
+              %24 = arith.addi %10, %21 : index
+              memref.prefetch %m3[%24, %22, %c7], read, locality<3>, data : memref<1x2x352xi8>
+              %25 = arith.addi %10, %21 : index
+              memref.prefetch %m3[%25, %22, %c8], read, locality<3>, data : memref<1x2x352xi8>
+              %26 = arith.addi %10, %21 : index
+              memref.prefetch %m3[%26, %22, %c9], read, locality<3>, data : memref<1x2x352xi8>
+              %27 = arith.addi %10, %21 : index
+              memref.prefetch %m3[%27, %22, %c10], read, locality<3>, data : memref<1x2x352xi8>
+              %28 = arith.addi %10, %21 : index
+              memref.prefetch %m3[%28, %22, %c11], read, locality<3>, data : memref<1x2x352xi8>
+              %29 = arith.muli %9, %c3 : index
+              %30 = vector.load %m3[%10, %16, %29] : memref<1x2x352xi8>, vector<16xi8>
+              %31 = vector.bitcast %30 : vector<16xi8> to vector<8xf16>
+              %32 = arith.extf %31 : vector<8xf16> to vector<8xf32>
+              %33 = arith.mulf %32, %c12 : vector<8xf32>
+              %34 = arith.addi %14, %c1 : index
+              %35 = memref.load %m2[%14, %16] : memref<2x2xi32>
+              %36 = arith.muli %35, %c13 : i32
+              %37 = vector.broadcast %36 : i32 to vector<8xi32>
+              %38 = memref.load %m2[%34, %16] : memref<2x2xi32>
+              %39 = arith.muli %38, %c13 : i32
+              %40 = vector.broadcast %39 : i32 to vector<8xi32>
+              %41 = arith.muli %9, %c14 : index
+              %42 = arith.addi %c14, %41 : index
+              %43 = vector.load %m3[%10, %16, %42] : memref<1x2x352xi8>, vector<32xi8>
+              %44 = vector.bitcast %43 : vector<32xi8> to vector<8xi32>
+              %45 = arith.andi %44, %c15 : vector<8xi32>
+              %46 = arith.shrui %44, %c16 : vector<8xi32>
+              %47 = arith.andi %46, %c17 : vector<8xi32>
+              %48 = arith.shrui %44, %c18 : vector<8xi32>
+              %49 = arith.andi %48, %c19 : vector<8xi32>
+              %50 = arith.muli %9, %c14 : index
+              %51 = arith.addi %c20, %50 : index
+              %52 = vector.load %m3[%10, %16, %51] : memref<1x2x352xi8>, vector<32xi8>
+// 210 lines more
+              %263 = arith.addi %231, %262 : vector<16xi16>
+              %264 = llvm.call_intrinsic "llvm.x86.avx2.pmadd.wd"(%263, %c36) : (vector<16xi16>, vector<16xi16>) -> vector<8xi32>
+              %265 = arith.addi %148, %264 : vector<8xi32>
+              %266 = arith.sitofp %258 : vector<8xi32> to vector<8xf32>
+              %267 = arith.sitofp %265 : vector<8xi32> to vector<8xf32>
+              %268 = arith.mulf %266, %32 : vector<8xf32>
+              %269 = memref.load %m1[%14, %16] : memref<2x2xf32>
+              %270 = vector.broadcast %269 : f32 to vector<8xf32>
+              %271 = math.fma %268, %270, %17 : vector<8xf32>
+              %272 = arith.mulf %267, %32 : vector<8xf32>
+              %273 = memref.load %m1[%34, %16] : memref<2x2xf32>
+              %274 = vector.broadcast %273 : f32 to vector<8xf32>
+              %275 = math.fma %272, %274, %18 : vector<8xf32>
+              scf.yield %271, %275 : vector<8xf32>, vector<8xf32>
             }
