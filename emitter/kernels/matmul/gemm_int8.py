@@ -23,6 +23,7 @@ from typing import Self
 
 from castiron.emitter.int8 import GROUP
 from castiron.emitter.kernels.matmul.gemm import MAX_TOKENS, Gemm
+from castiron.emitter.kernels.matmul.gemv_tiles import AHEAD_TOTAL
 from castiron.emitter.kernels.matmul.small_batch import PARTS
 from castiron.emitter.kernels.matmul.tiles import (
     Buffers,
@@ -48,9 +49,8 @@ MAX_DEPTH = 512
 Quads = Callable[[int], Sequence[Sequence[Ssa]]]
 Sides = Sequence[Sequence[tuple[Ssa, Ssa | None]]]
 # Of `SmallBatchInt8`: max rows of a tile, because more accumulators would spill; the same for 16-row blocks that are read
-# at the same time, and for the product of both; distance of prefetched weights, for all row blocks.
+# at the same time, and for the product of both.
 FEW_ROWS, FEW_BLOCKS, FEW_SUMS = 8, 4, 16
-AHEAD_BYTES = 10 << 10
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class SmallBatchInt8:
         self.b, self.codec, self.isa, self.tiles, self.buffers = b, matmul.format, isa, tiles, buffers
         self.T, self.set = matmul.tokens, lcm(tiles.row_blocks, matmul.blocks_per_result)
         self.row_blocks, self.count, size = matmul.weight_shape
-        self.ahead = -(-AHEAD_BYTES // (tiles.row_blocks * size))
+        self.ahead = -(-AHEAD_TOTAL // (tiles.row_blocks * size))
         self.step = Step(b, matmul, isa, buffers)
         self.records = self.step.records
         # Bytes of a record that are prefetched with each 32 elements of x.
