@@ -188,8 +188,12 @@ class Gemv:
         if not self.codec.quantised:
             return self._float_dots(row_blocks, first, last, totals)
         with self.b.loop(first, last, carry=totals) as record:
-            of_groups = self._canonical_record if self.canonical else self._super_record
-            add = self._group_record if self.layout.groups == 1 else of_groups
+            if self.layout.groups == 1:
+                add = self._group_record
+            else:
+                add = self._canonical_record if self.canonical else self._super_record
+                for prefetch in self._prefetches(row_blocks, record.index, 0, self.layout.codes):  # scales and minima
+                    prefetch()
             record.give(*add(row_blocks, record.index, self.b.sub(record.index, first), record.values))
         return record.results
 
@@ -229,8 +233,6 @@ class Gemv:
         # totals + d * sum(scale * sum(x * code)) + m * sum(minimum * sum(x)), where the outer sums are over the groups.
         b, records, groups = self.b, self.records, self.layout.groups
         minima = self.codec.minimum != 0
-        for prefetch in self._prefetches(row_blocks, record, 0, self.layout.codes):  # scales and minima
-            prefetch()
         zeros = [b.splat(0.0, self.lanes)] * len(self.sides)
         with b.loop(0, groups, carry=zeros * (1 + minima)) as g:
             soon = self._prefetches(row_blocks, record, records.codes_at(g.index), self.layout.group_bytes)
