@@ -69,7 +69,7 @@ def isa_of(arch: str, features: Collection[str]) -> str:
     """
     if arch == "x86_64":
         needs = {
-            "amx": {*_V4, "avx512vnni", "avx512bf16", TILES, "amx-bf16"},
+            "amx": {*_V4, "avx512vbmi", "avx512vnni", "avx512bf16", TILES, "amx-bf16"},
             "avx512bf16": {*_V4, "avx512vnni", "avx512bf16"},
             "avx512vnni": {*_V4, "avx512vnni"},
             "avx512": {*_V4},
@@ -116,7 +116,7 @@ TARGETS: dict[str, Target] = {
         _x86("x86-64-v4", _V4),
         _x86("x86-64-v4", _V4, "avx512vnni", name="x86-64-v4-vnni"),
         _x86("x86-64-v4", _V4, "avx512vnni", "avx512bf16", name="x86-64-v4-bf16"),
-        _x86("x86-64-v4", _V4, "avx512vnni", "avx512bf16", TILES, "amx-bf16", name="sapphirerapids"),
+        _x86("x86-64-v4", _V4, "avx512vbmi", "avx512vnni", "avx512bf16", TILES, "amx-bf16", name="sapphirerapids"),
         # Runs on Apple M1, Graviton 2 and Raspberry Pi 5.
         _arm(),
         # Runs on Apple M2, Graviton 3 and others with the matrix instructions of Armv8.6-A.

@@ -137,12 +137,12 @@ class Gemm:
             for column in range(0, self.columns, self.lanes):
                 b.vstore(b.splat(0.0, self.lanes), self.sums, t.index, column)
         with b.loop(0, full, depth) as k:
-            self.panel.fill(first_block, k.index, depth)
             self._set_next_panel(first_block, b.add(k.index, depth))
+            self._fill(first_block, k.index, depth)
             self._multiply(first, count, k.index, depth)
         if full < self.in_features:
-            self.panel.fill(first_block, full, self.in_features - full)
             self._set_next_panel(first_block, self.in_features)
+            self._fill(first_block, full, self.in_features - full)
             self._multiply(first, count, full, self.in_features - full)
 
     def _set_next_panel(self, first_block: Index, k: Index) -> None:
@@ -150,6 +150,9 @@ class Gemm:
         b = self.b
         wraps = b.div(k, self.in_features)
         self.next_panel = b.add(first_block, b.mul(wraps, self.tiles.row_blocks)), b.sub(k, b.mul(wraps, self.in_features))
+
+    def _fill(self, first_block: Index, k: Index, depth: int) -> None:
+        self.panel.fill(first_block, k, depth)
 
     def _prefetch_next(self, part: Index, parts: int) -> None:
         """Emit prefetches of a part of the weights that the kernel decodes next.

@@ -1,13 +1,14 @@
 """Emit code for table lookups, with each lane of a vector as an index.
 
-A table has 2, 4, 8 or 16 entries, which are f32 or bytes. The instruction depends on the CPU:
+A table has 2, 4, 8 or 16 entries, which are f32 or bytes, or up to 32 bf16. The instruction depends on the CPU:
 
-    AVX-512  vpermps for f32, vpshufb for bytes
+    AVX-512  vpermps for f32, vpshufb for bytes; on CPUs with AMX, vpermw for bf16
     AVX2     vpermps for f32 (two of them for 16 entries), vpshufb for bytes
     NEON     tbl for bytes, and for f32 that are small integers
     plain    a tree of selects by the bits of the index, for any CPU
 """
 
+import struct
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -89,6 +90,50 @@ def byte_entries(b: Body, isa: Isa, table: Sequence[int], indices: Ssa) -> Ssa:
         entry = b.constant(f"dense<{[_signed(n) for n in (*table,) * (width // len(table))]}>", bytes_.type)
         found = b.intrinsic(_BYTES[isa.lanes], entry.type, entry, bytes_)
     return b.bitcast(found, isa.lanes, "i32")
+
+
+def has_bf16_entries(isa: Isa) -> bool:
+    """Return whether the CPU has the instructions of `bit_pairs` and `bf16_entries`."""
+    return isa.matrix == "amx"
+
+
+def bit_pairs(b: Body, low: tuple[Ssa, int], high: tuple[Ssa, int]) -> Ssa:
+    """Return a vector i32 [16] with bits of `low` in the lower halves and of `high` in the upper.
+
+    low, high: (vector i32 [16], index of the first bit). Of each i32, the result has eight bits
+        from this one on. Those after bit 31 are undefined.
+    """
+    words, first = zip(low, high)
+    picked = [_bits_from(b, word, first) for word in dict.fromkeys(words)]
+    if len(picked) == 1:
+        return picked[0]
+    low_half = b.isplat(0xFFFF, 16)
+    return b.either(b.binary("andi", picked[0], low_half), b.binary("andi", picked[1], b.isplat(-0x10000, 16)))
+
+
+def _bits_from(b: Body, word: Ssa, first: Sequence[int]) -> Ssa:
+    # In both halves of each i32, put the bits from first[half] on. The instruction reads from pairs of i32.
+    offsets = [32 * (lane % 2) + first[half] if byte == 0 else 0 for lane in range(16) for half in (0, 1) for byte in (0, 1)]
+    type_ = vector_type(64, "i8")
+    where = b.constant(f"dense<{offsets}>", type_)
+    return b.bitcast(b.intrinsic("llvm.x86.avx512.pmultishift.qb.512", type_, where, b.bitcast(word, 64, "i8")), 16, "i32")
+
+
+def bf16_entries(b: Body, table: Sequence[float], indices: Ssa) -> Ssa:
+    """Emit a table lookup of bf16: replace both halves i of each i32 in `indices` by table[i].
+
+    table: 2, 4, 8, 16 or 32 numbers that bf16 represents exactly. indices: i32 [16]. For 2^n
+    numbers, only the low n bits of each half are used.
+    """
+    words = vector_type(32, "i16")
+    entry = b.constant(f"dense<{[_bf16(n) for n in (*table,) * (32 // len(table))]}>", words)
+    found = b.intrinsic("llvm.x86.avx512.permvar.hi.512", words, entry, b.bitcast(indices, 32, "i16"))
+    return b.bitcast(found, 16, "i32")
+
+
+def _bf16(n: float) -> int:
+    # the bits of a number as bf16, as a signed integer
+    return struct.unpack("<hh", struct.pack("<f", n))[1]
 
 
 def _plain(isa: Isa) -> bool:

@@ -111,6 +111,11 @@ class BasePanel:
         part, parts: the bytes that `fill` reads are divided into `parts` equal parts, and `part` is
             the index of the part to prefetch.
         """
+        for i in range(self.row_blocks):
+            self.prefetch_block(self.b.add(first_block, i), k, depth, part, parts)
+
+    def prefetch_block(self, block: Index, k: Index, depth: int, part: Index = 0, parts: int = 1) -> None:
+        """Emit the prefetches of `prefetch` for one block of 16 rows, of index `block`."""
         b, record = self.b, self.records.layout
         start, nbytes = b.mul(b.div(k, record.elements), record.size), -(-depth // record.elements) * record.size
         if depth < record.elements:
@@ -118,9 +123,8 @@ class BasePanel:
             nbytes = record.codes + depth // self.codec.group * record.group_bytes
         lines = -(-nbytes // (CACHE_LINE * parts))
         first = b.add(start, b.mul(part, lines * CACHE_LINE))
-        for i in range(self.row_blocks):
-            for line in range(lines):
-                self.records.prefetch(b.add(first_block, i), 0, b.add(first, line * CACHE_LINE), near=False)
+        for line in range(lines):
+            self.records.prefetch(block, 0, b.add(first, line * CACHE_LINE), near=False)
 
     def _allocate_sides(self, groups: int, columns: int) -> None:
         self.scales = self.b.stack(groups, columns)
@@ -234,10 +238,17 @@ class Bf16Panel(BasePanel):
         self.words = self.b.stack(self.count, depth // DEPTH, self.row_blocks, PAIRS, LANES, element="i32")
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        # Float weights are padded with zeros to a multiple of 32 elements.
         with self.b.loop(0, self.row_blocks) as i:
-            fill = self._fill_codes if self.codec.quantised else self._fill_floats
-            fill(i.index, self.b.add(first_block, i.index), k, depth)
+            self.fill_block(i.index, self.b.add(first_block, i.index), k, depth)
+
+    def fill_block(self, i: Index, block: Index, k: Index, depth: int) -> None:
+        """Emit code that decodes 16 rows into the panel; the arguments are those of `fill`, except:
+
+        i, block: index of the block of 16 rows in the panel and in the weight.
+        """
+        # Float weights are padded with zeros to a multiple of 32 elements.
+        fill = self._fill_codes if self.codec.quantised else self._fill_floats
+        fill(i, block, k, depth)
 
     def _fill_codes(self, i: Index, block: Index, k: Index, depth: int) -> None:
         b, unit = self.b, units(self.codec.name)
@@ -314,30 +325,28 @@ class Bf16BlockPanel(Bf16Panel):
         super().allocate(depth, columns)
         self.scales = self.b.stack(-(-depth // self.codec.block), columns)
 
-    def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        b, records, group, block = self.b, self.records, self.codec.group, self.codec.block
+    def fill_block(self, i: Index, block: Index, k: Index, depth: int) -> None:
+        b, records, group = self.b, self.records, self.codec.group
         factors, offset = [float(factor) for factor in code_factors(self.codec)], -float(self.codec.offset)
-        with b.loop(0, self.row_blocks) as i:
+        for v in range(records.vectors):
+            with b.loop(0, -(-depth // self.codec.block)) as n:
+                d = records.d(block, b.add(b.div(k, self.codec.block), n.index), v)
+                b.vstore(d, self.scales, n.index, b.add(b.mul(i, LANES), v * self.lanes))
+        with b.loop(0, depth // group) as g:
+            at = self._group(block, k, 0, g.index)
+            codes = records.group_codes(*at)
             for v in range(records.vectors):
-                with b.loop(0, -(-depth // block)) as n:
-                    record = b.add(b.div(k, block), n.index)
-                    d = records.d(b.add(first_block, i.index), record, v)
-                    b.vstore(d, self.scales, n.index, b.add(b.mul(i.index, LANES), v * self.lanes))
-            with b.loop(0, depth // group) as g:
-                at = self._group(first_block, k, i.index, g.index)
-                codes = records.group_codes(*at)
-                for v in range(records.vectors):
-                    scale = records.group_scale(*at, v)
-                    for j in range(0, group, 2):
-                        pair = [
-                            b.fma(codes.code(j + n, v), b.splat(factors[j + n], self.lanes), b.splat(offset, self.lanes))
-                            for n in range(2)
-                        ]
-                        low, high = pair if scale is None else (b.mulf(each, scale) for each in pair)
-                        self._store(i.index, b.add(b.mul(g.index, group // 2), j // 2), v, pieces(b, low, high, self.count))
+                scale = records.group_scale(*at, v)
+                for j in range(0, group, 2):
+                    pair = [
+                        b.fma(codes.code(j + n, v), b.splat(factors[j + n], self.lanes), b.splat(offset, self.lanes))
+                        for n in range(2)
+                    ]
+                    low, high = pair if scale is None else (b.mulf(each, scale) for each in pair)
+                    self._store(i, b.add(b.mul(g.index, group // 2), j // 2), v, pieces(b, low, high, self.count))
 
 
-class Bf16CodePanel(BasePanel):
+class Bf16CodePanel(Bf16Panel):
     """A panel (see `BasePanel`) with the codes of quantised weights, converted exactly to bf16.
 
     words: i32 [1, groups, row blocks, 16 pairs, 16 columns], as in `Bf16Panel`. Each codec group
@@ -345,8 +354,6 @@ class Bf16CodePanel(BasePanel):
         elements, the other 16 rows are zero.
     scales, minima: f32 [groups, columns]. A weight is scale * code + minimum.
     """
-
-    count = 1
 
     def allocate(self, depth: int, columns: int) -> None:
         b, groups = self.b, depth // self.codec.group
@@ -357,21 +364,13 @@ class Bf16CodePanel(BasePanel):
                 for lane in range(0, LANES, self.lanes):
                     b.vstore(b.isplat(0, self.lanes), self.words, 0, g.index, i.index, pair.index, lane)
 
-    def fill(self, first_block: Index, k: Index, depth: int) -> None:
+    def fill_block(self, i: Index, block: Index, k: Index, depth: int) -> None:
         b, records, group = self.b, self.records, self.codec.group
-        factors = [float(factor) for factor in code_factors(self.codec)]
-        with b.loop(0, self.row_blocks) as i, b.loop(0, depth // group) as g:
-            at = self._group(first_block, k, i.index, g.index)
+        with b.loop(0, depth // group) as g:
+            at = self._group(block, k, 0, g.index)
             codes, first = records.group_codes(*at), b.mul(b.rem(g.index, DEPTH // group), group // 2)
             for v in range(records.vectors):
-                column = b.add(b.mul(i.index, LANES), v * self.lanes)
-                self._store_sides(g.index, column, *records.scale_and_base(*at, v))
+                self._store_sides(g.index, b.add(b.mul(i, LANES), v * self.lanes), *records.scale_and_base(*at, v))
                 for j in range(0, group, 2):
-                    words = cut(b, *(self._signed(codes.code(j + n, v), factors[j + n]) for n in range(2)))
-                    b.vstore(words, self.words, 0, g.index, i.index, b.add(first, j // 2), v * self.lanes)
-
-    def _signed(self, code: Ssa, factor: float) -> Ssa:
-        b = self.b
-        if not self.codec.offset:
-            return code if factor == 1 else b.mulf(code, b.splat(factor, self.lanes))
-        return b.fma(code, b.splat(factor, self.lanes), b.splat(-float(self.codec.offset), self.lanes))
+                    pair = codes.bf16_pair(j, v)
+                    b.vstore(pair, self.words, 0, g.index, i, b.add(first, j // 2), v * self.lanes)

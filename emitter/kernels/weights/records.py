@@ -12,10 +12,11 @@ from functools import reduce
 import numpy as np
 
 from castiron.emitter.codec import Codec
+from castiron.emitter.kernels.mlir.bf16_pairs import cut
 from castiron.emitter.kernels.mlir.body import CACHE_LINE, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.dot import dot_of
 from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.emitter.kernels.mlir.lookup import byte_entries, entries
+from castiron.emitter.kernels.mlir.lookup import bf16_entries, bit_pairs, byte_entries, entries, has_bf16_entries
 from castiron.emitter.kernels.round_x import EVEN_ODD
 from castiron.emitter.kernels.weights.packing import LANES, layout
 
@@ -299,6 +300,33 @@ class GroupCodes:
         if r.codec.table:
             return entries(r.b, r.isa, r.codec.table, self._stored(k, v))
         return r.b.convert("sitofp", self._stored(k, v), "f32")
+
+    def bf16_pair(self, k: int, v: Index) -> Ssa:
+        """Load codes k and k + 1 for each row in vector `v` as bf16, which must represent them.
+
+        The result is i32 [lanes]; code k is in the lower halves. `Codec.offset` is subtracted from
+        codes that are stored with an offset.
+        """
+        r = self.records
+        b, codec = r.b, r.codec
+        if has_bf16_entries(r.isa) and codec.bits <= 5:
+            table = codec.table or [code - codec.offset for code in range(1 << codec.bits)]
+            return bf16_entries(b, table, bit_pairs(b, *(self._position(k + n, v) for n in range(2))))
+        factors, offset = code_factors(codec), b.splat(-float(codec.offset), r.lanes)
+        codes = []
+        for n in range(2):
+            code, factor = self.code(k + n, v), float(factors[k + n])
+            if codec.offset:
+                code = b.fma(code, b.splat(factor, r.lanes), offset)
+            elif factor != 1:
+                code = b.mulf(code, b.splat(factor, r.lanes))
+            codes.append(code)
+        return cut(b, *codes)
+
+    def _position(self, k: int, v: Index) -> tuple[Ssa, int]:
+        # (a word that has code k, the position of the code's lowest bit)
+        fields = self.records.layout.bit_fields(self.records.codec, k)
+        return (self.word(fields[0][0], v), fields[0][1]) if len(fields) == 1 else (self._stored(k, v), 0)
 
     def _e4m3(self, k: int, v: Index) -> Ssa:
         # Shift the bits of E4M3 to the positions of the same bits in f16. This is right for subnormal numbers too.
