@@ -29,12 +29,11 @@ The loops, with the location of each buffer on the right:
       for item:
         sums [tokens, 16 * row_blocks] = 0                                                     stack
         for k in steps of `depth`:
-          for each 16 rows of W in the item:
-            prefetch their weights of the next panel
-            panel [pieces, depth / 32, 16 pairs, 16] = W[rows, k : k + depth]^T                  stack
-          for each `rows` tokens, for each 16 * `wide` rows of W in the panel:
+          panel [pieces, depth / 32, row_blocks, 16 pairs, 16] = W[rows of the item, k : k + depth]^T  stack
+          for each `high` * `rows` tokens, for each 16 * `wide` rows of W in the panel:
+            prefetch some of the weights of the next panel
             for codec group in depth:                          float W: once, for all of depth
-              part [wide] = 0                                         registers of the matrix unit
+              part [high * wide] = 0                                  registers of the matrix unit
               for every 32 k in the group, for pieces i of x and j of W with i + j < 3:
                 part += x[i, tokens, k] * panel[j, k, rows]
               sums += scale * part + minimum * (sum of x)      float W: sums += part
@@ -42,8 +41,10 @@ The loops, with the location of each buffer on the right:
 """
 
 from dataclasses import dataclass
+from itertools import product as pairs_of
 from typing import Any, ClassVar, Self
 
+from castiron.emitter.codec import Codec
 from castiron.emitter.kernels.matmul.gemm import Gemm
 from castiron.emitter.kernels.matmul.tiles import Buffers, PanelTiles, even_share, even_tokens, panel_columns, panel_workgroups
 from castiron.emitter.kernels.matmul_spec import Matmul
@@ -61,57 +62,89 @@ from castiron.emitter.kernels.weights.panel import (
     Bf16SplitPanel,
 )
 
-MIN_TOKENS = 2  # for fewer tokens f32 is faster
+MIN_TOKENS = 9  # for fewer tokens f32 is faster
+MIN_SMALL_TOKENS = 5  # the same with a small panel (`has_small_panel`)
 MIN_INT8_TOKENS = 32  # for fewer tokens int8 is faster, where it is allowed
 MAX_TOKENS = 128
-WIDE = 4  # of the unit's eight registers, four have sums, three the pieces of x, and one has weights
-PANEL_BYTES = 8 << 10  # max bytes of a panel; larger ones measured slower, because they leave L1
+# Of the unit's eight registers, four have sums, two x and two weights; or four have sums, three the pieces of x.
+HIGH = 2
+WIDE = 4
+MAX_DEPTH = 512
+MAX_ROW_BLOCKS = 8
+X_BYTES = 24 << 10  # max bytes of x that are multiplied by a panel at a time; half of L1
 
 
 @dataclass(frozen=True)
 class GemmMatrixTiles(PanelTiles):
     """The tile sizes of `GemmMatrix`: how it divides a matmul among the registers of a matrix unit.
 
-    The matrix unit has `wide` accumulators at a time. Each has the results f32 [rows, 16] for `rows`
-    tokens and 16 rows of the weight.
+    The matrix unit has high * wide accumulators at a time. Each has the results f32 [rows, 16] for
+    `rows` tokens and 16 rows of the weight.
 
+    high: number of blocks of `rows` tokens that are multiplied at a time.
     max_stack: max bytes of stack buffers.
     For the other sizes, see `PanelTiles`.
     """
 
+    high: int
     max_stack: ClassVar[int] = MATRIX_STACK_BYTES
 
     def units(self, matmul: Matmul) -> tuple[int, int]:
-        return self.rows, DEPTH
+        return self.rows * self.high, DEPTH
 
     def stack_bytes(self, matmul: Matmul) -> int:
-        parts = self.wide * self.rows * ROW_BYTES
+        parts = self.high * self.wide * self.rows * ROW_BYTES
         return super().stack_bytes(matmul) + parts + self.depth // DEPTH * _step_bytes(matmul, self.row_blocks)
 
     def fit(self, matmul: Matmul) -> bool:
+        fits_unit = self.high * self.wide + self.high + self.wide <= 8 or (self.high == 1 and self.wide <= WIDE)
         block = matmul.format.block
         fits_blocks = _panel_type(matmul) is not Bf16BlockPanel or block % self.depth == 0 or self.depth % block == 0
-        return self.rows == tile_rows(matmul.tokens) and self.wide <= WIDE and fits_blocks and super().fit(matmul)
+        return self.rows == tile_rows(matmul.tokens) and fits_unit and fits_blocks and super().fit(matmul)
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        rows, row_blocks = tile_rows(matmul.tokens), _row_blocks(matmul, threads)
-        wide = max(n for n in range(1, WIDE + 1) if row_blocks % n == 0)
+        if _panel_type(matmul) is Bf16CodePanel:
+            return cls._small_panel(matmul, threads)
+        # Two by two accumulators, and a panel whose part of x fits in L1.
+        wide, _ = panel_columns(matmul, True)
+        rows = tile_rows(matmul.tokens)
+        high = HIGH if rows < matmul.tokens else 1
+        tokens, row_blocks = even_tokens(matmul.tokens, MAX_TOKENS, rows * high), _row_blocks(matmul, wide, MAX_ROW_BLOCKS, threads)
+        x_step = ROW_BYTES * rows * high * (1 if matmul.numerics == "bf16_matrix" else EXACT)
+        space = cls.max_stack - cls(rows, wide, row_blocks, 0, tokens, high).stack_bytes(matmul)
+        limit = min(MAX_DEPTH // DEPTH, X_BYTES // x_step, space // _step_bytes(matmul, row_blocks))
         total = -(-matmul.in_features // DEPTH)
         if _panel_type(matmul) is Bf16BlockPanel:
             total = matmul.format.block // DEPTH  # the panel is a part of a block, or one block
-        steps = even_share(total, max(1, PANEL_BYTES // _step_bytes(matmul, row_blocks)))
-        tokens = even_tokens(matmul.tokens, MAX_TOKENS, rows)
+        steps = even_share(total, limit)
         workgroups = panel_workgroups(matmul, row_blocks, tokens, threads)
-        return cls(rows, wide, row_blocks, steps * DEPTH, tokens, workgroups=workgroups)
+        return cls(rows, wide, row_blocks, steps * DEPTH, tokens, high, workgroups=workgroups)
+
+    @classmethod
+    def _small_panel(cls, matmul: Matmul, threads: int) -> Self:
+        # A panel of 4 KB, so that it is still in L1 when it is multiplied.
+        rows, row_blocks = tile_rows(matmul.tokens), _row_blocks(matmul, 1, WIDE, threads)
+        tokens, wide = even_tokens(matmul.tokens, MAX_TOKENS, rows), min(row_blocks, WIDE)
+        workgroups = panel_workgroups(matmul, row_blocks, tokens, threads)
+        return cls(rows, wide, row_blocks, max(DEPTH, matmul.format.group), tokens, 1, workgroups=workgroups)
 
 
-def _row_blocks(matmul: Matmul, threads: int) -> int:
-    # As many as the unit has accumulators for. But all threads need work.
-    blocks, unit = matmul.weight_shape[0], matmul.blocks_per_result
-    fitting = [n for n in range(unit, WIDE + 1, unit) if blocks % n == 0]
+def _row_blocks(matmul: Matmul, wide: int, limit: int, threads: int) -> int:
+    # The more columns a panel has, the less often x is read, which may not fit in L2. But all threads need work.
+    blocks, unit = matmul.weight_shape[0], max(wide, matmul.blocks_per_result)
+    fitting = [n for n in range(unit, limit + 1, unit) if blocks % n == 0] or [unit]
     load = {n: -(-blocks // (n * threads)) * n for n in fitting}  # row blocks of the busiest thread
     return max(n for n in fitting if load[n] <= 1.03 * min(load.values()))
+
+
+def has_small_panel(codec: Codec) -> bool:
+    """Return whether panels of `bf16_split` have codes, without zeros between codec groups.
+
+    Then the panel of 32 elements is so small that the kernel is fast for few tokens too.
+    """
+    is_of_codes = codec.quantised and codec.has_integers and not Bf16BlockPanel.fits(codec)
+    return is_of_codes and codec.group >= DEPTH
 
 
 def _panel_type(matmul: Matmul) -> type[Any]:
@@ -135,14 +168,14 @@ def _step_bytes(matmul: Matmul, row_blocks: int) -> int:
 class GemmMatrix(Gemm):
     """Emits the body of a matmul kernel for a matrix unit, with x and weights in bf16.
 
-    The code decodes a part of the weight to a stack buffer, the panel. Then it multiplies a tile of
-    x, which is `rows` tokens, by `wide` blocks of 16 rows of the weight at a time. This gives
-    `wide` accumulators f32 [rows, 16] in the matrix unit. `self.sums`, on the stack, has the sums
-    of all tokens for which the code uses the panel.
+    The code decodes a part of the weight to a stack buffer, the panel. Then it multiplies `high`
+    tiles of x (of `rows` tokens each) by `wide` blocks of 16 rows of the weight at a time. This
+    gives high * wide accumulators f32 [rows, 16] in the matrix unit. `self.sums`, on the stack, has
+    the sums of all tokens for which the code uses the panel.
 
     Arguments of the methods:
-    parts: the `wide` accumulators.
-    tile: index of the tile in x.
+    parts: the high * wide accumulators.
+    tile: index in x of the first of the `high` tiles.
     at: index of the same tile in `self.sums`.
     block: index in the panel of the first of the `wide` 16-row blocks.
     """
@@ -150,7 +183,7 @@ class GemmMatrix(Gemm):
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemmMatrixTiles, buffers: Buffers):
         self.panel_type = _panel_type(matmul)
         super().__init__(b, matmul, isa, tiles, buffers)
-        self.parts = b.stack(tiles.wide, tiles.rows, LANES)
+        self.parts = b.stack(tiles.high * tiles.wide, tiles.rows, LANES)
         # Elements of k whose sums are added at once, times a scale unless weights are floats.
         group, block = matmul.format.group, matmul.format.block
         self.span = {Bf16CodePanel: group, Bf16BlockPanel: min(block, tiles.depth)}.get(self.panel_type)
@@ -159,42 +192,73 @@ class GemmMatrix(Gemm):
         self.x_shape = matmul.operands()["x"].shape
 
     def _fill(self, first_block: Index, k: Index, depth: int) -> None:
-        b = self.b
-        next_block, next_k = self.next_panel
+        if self.panel_type is not Bf16CodePanel:
+            super()._fill(first_block, k, depth)
+            return
+        # So small a panel is multiplied in too few steps to prefetch all of the next one between them.
+        b, (next_block, next_k) = self.b, self.next_panel
         with b.loop(0, self.tiles.row_blocks) as i:
             self.panel.prefetch_block(b.add(next_block, i.index), next_k, self.tiles.depth)
             self.panel.fill_block(i.index, b.add(first_block, i.index), k, depth)
 
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:
-        b, rows, span = self.b, self.tiles.rows, self.span or depth
-        first_step, before = b.div(k, DEPTH), b.div(first, rows)
-        with b.loop(0, b.ceildiv(count, rows)) as at, b.loop(0, self.tiles.row_blocks, self.tiles.wide) as block:
-            tile = b.add(before, at.index)
-            with b.loop(0, depth // span) as group:
-                start = b.mul(group.index, span)
-                parts = [self.matrix.zero(n) for n in range(self.tiles.wide)]
-                with b.loop(0, -(-span // DEPTH), carry=parts) as step:
-                    at_step = b.add(b.div(start, DEPTH), step.index)
-                    panel_step = group.index if self.panel_type is Bf16CodePanel else at_step
-                    step.give(*self._step(step.values, tile, b.add(first_step, at_step), panel_step, block.index))
-                of = (group.index, b.div(b.add(k, start), span)) if self.span else None
-                self._add(step.results, at.index, tile, block.index, of)
+        b, rows, high = self.b, self.tiles.rows, self.tiles.high
+        there, before = b.ceildiv(count, rows), b.div(first, rows)
+        full = b.mul(b.div(there, high), high)
+        for low, end, step in ((0, full, high), (full, there, 1)) if high > 1 else ((0, there, 1),):
+            with b.loop(low, end, step) as tile:
+                self._tiles(tile.index, b.add(before, tile.index), step, k, depth)
 
-    def _step(self, parts: list[Block], tile: Index, x_step: Index, step: Index, block: Index) -> list[Block]:
-        b, matrix = self.b, self.matrix
+    def _tiles(self, at: Index, tile: Index, high: int, k: Index, depth: int) -> None:
+        b = self.b
+        first_step = b.div(k, DEPTH)
+        row_blocks, wide = self.tiles.row_blocks, self.tiles.wide
+        with b.loop(0, row_blocks, wide) as block:
+            if self.panel_type is not Bf16CodePanel:
+                part = b.div(b.add(b.mul(b.div(at, self.tiles.high), row_blocks), block.index), wide)
+                self._prefetch_next(part, self.tiles.tokens // (self.tiles.rows * self.tiles.high) * (row_blocks // wide))
+            span = self.span or depth
+            with b.loop(0, depth // span) as group:
+                first = b.mul(group.index, span)
+                with b.loop(0, -(-span // DEPTH), carry=self._zeros(high)) as step:
+                    at_step = b.add(b.div(first, DEPTH), step.index)
+                    panel_step = group.index if self.panel_type is Bf16CodePanel else at_step
+                    step.give(*self._step(step.values, tile, b.add(first_step, at_step), panel_step, block.index, high))
+                of = (group.index, b.div(b.add(k, first), span)) if self.span else None
+                self._add(step.results, at, tile, block.index, high, of)
+
+    def _zeros(self, high: int) -> list[Block]:
+        return [self.matrix.zero(i) for i in range(high * self.tiles.wide)]
+
+    def _step(self, parts: list[Block], tile: Index, x_step: Index, step: Index, block: Index, high: int) -> list[Block]:
+        b, wide, matrix = self.b, self.tiles.wide, self.matrix
         (pieces, x_tiles, x_steps, *_), (_, steps, row_blocks, *_) = self.x_shape, self.panel.words.type.shape
-        tiles = [b.add(b.mul(b.add(tile, i * x_tiles), x_steps), x_step) for i in range(pieces)]
-        x = [matrix.x(self.x_at, b.mul(each, self.tiles.rows * ROW_BYTES)) for each in tiles]
         parts = list(parts)
+
+        def load_x(piece: int, t: int) -> Block:
+            at = b.add(b.mul(b.add(tile, piece * x_tiles + t), x_steps), x_step)
+            return matrix.x(self.x_at, b.mul(at, self.tiles.rows * ROW_BYTES))
+
+        x = [load_x(i, 0) for i in range(pieces)] if high == 1 else []
         for j in range(self.panel.count):
             at = b.add(b.mul(b.add(step, j * steps), row_blocks), block)
-            for n in range(len(parts)):
-                weights = matrix.weights(self.panel_at, b.mul(b.add(at, n), BLOCK_BYTES))
-                for piece in x[: EXACT - j]:
-                    parts[n] = matrix.add(parts[n], piece, weights)
+            load = lambda n, at=at: matrix.weights(self.panel_at, b.mul(b.add(at, n), BLOCK_BYTES))
+            if high == 1:
+                for n in range(wide):
+                    weights = load(n)
+                    for i in range(min(pieces, EXACT - j)):
+                        parts[n] = matrix.add(parts[n], x[i], weights)
+                continue
+            weights = [load(n) for n in range(wide)]
+            for i in range(min(pieces, EXACT - j)):
+                x = [load_x(i, t) for t in range(high)]
+                for t, n in pairs_of(range(high), range(wide)):
+                    parts[t * wide + n] = matrix.add(parts[t * wide + n], x[t], weights[n])
         return parts
 
-    def _add(self, parts: list[Block], at: Index, tile: Index, block: Index, of: tuple[Index, Index] | None) -> None:
+    def _add(
+        self, parts: list[Block], at: Index, tile: Index, block: Index, high: int, of: tuple[Index, Index] | None = None
+    ) -> None:
         """Emit code that adds the matrix unit's accumulators to `self.sums` on the stack.
 
         If `of` is None, the code adds `parts` without a factor. Otherwise `parts` has dot products
@@ -203,6 +267,7 @@ class GemmMatrix(Gemm):
             scale * parts + minimum * (sum of x over the group)
 
         parts, at, tile, block: see the class.
+        high: number of tiles of x.
         of: the codec group, as (its index in the panel, its index in a row of x).
         """
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
@@ -212,14 +277,15 @@ class GemmMatrix(Gemm):
         minima = self.panel.minima if of else None
         scales = [b.vload(self.panel.scales, lanes, of[0], column) for *_, column in columns] if of else []
         bases = [b.vload(minima, lanes, of[0], column) for *_, column in columns] if of and minima is not None else []
-        with b.loop(0, rows) as row:
-            sum_row = b.add(b.mul(at, rows), row.index)
-            if of and bases:
-                token = b.add(b.mul(tile, rows), row.index)
-                token = b.min(token, self.T - 1) if self.T % rows else token
-                x_sum = b.broadcast(b.load(self.buffers["x_sums"], token, of[1]), lanes)
-            for i, (n, c, column) in enumerate(columns):
-                total = b.vload(self.sums, lanes, sum_row, column)
-                added = b.vload(self.parts, lanes, n, row.index, c)
-                total = b.fma(added, scales[i], total) if of else b.addf(total, added)
-                b.vstore(b.fma(bases[i], x_sum, total) if bases else total, self.sums, sum_row, column)
+        for t in range(high):
+            with b.loop(0, rows) as row:
+                sum_row = b.add(b.mul(b.add(at, t), rows), row.index)
+                if of and bases:
+                    token = b.add(b.mul(b.add(tile, t), rows), row.index)
+                    token = b.min(token, self.T - 1) if self.T % rows else token
+                    x_sum = b.broadcast(b.load(self.buffers["x_sums"], token, of[1]), lanes)
+                for i, (n, c, column) in enumerate(columns):
+                    total = b.vload(self.sums, lanes, sum_row, column)
+                    added = b.vload(self.parts, lanes, t * wide + n, row.index, c)
+                    total = b.fma(added, scales[i], total) if of else b.addf(total, added)
+                    b.vstore(b.fma(bases[i], x_sum, total) if bases else total, self.sums, sum_row, column)

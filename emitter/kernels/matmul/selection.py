@@ -65,6 +65,11 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool, is_draft: bool = False)
         # VNNI multiplies four codes in one instruction. K-quants, which have more scales, and wider codes are not faster.
         is_faster = isa.dot == "vnni" and codec.code_bits == 4 and codec.group == codec.block
         return "int8" if is_draft and has_int8 and is_faster else "exact"
+    if isa.matrix and gemm_matrix.has_small_panel(codec):
+        # For up to 32 tokens, results in a single bf16 would not be faster than in three.
+        first = small_batch.MAX_TOKENS + 1 if is_fast and has_int8 else gemm_matrix.MIN_SMALL_TOKENS
+        if first <= matmul.tokens and (not is_fast or matmul.tokens <= gemm_matrix.MIN_INT8_TOKENS):
+            return "bf16_split"
     min_tokens = gemm_matrix.MIN_INT8_TOKENS if is_fast and has_int8 else gemm_matrix.MIN_TOKENS
     if isa.matrix and matmul.tokens >= min_tokens and (is_fast or codec.has_bf16_codes):
         return "bf16_matrix" if is_fast else "bf16_split"
