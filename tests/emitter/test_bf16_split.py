@@ -23,10 +23,10 @@ MATRIX = [
 ] + [
     # several panels and a shallower last one, several blocks of tokens and a last tile with rows past x
     Case(Matmul("q4_1", 150, 48, 608, length=True, numerics="bf16_split")),
-    Case(Matmul("q6_k", 70, 32, 512, numerics="bf16_split"), GemmMatrixTiles(16, 2, 2, 64, 32, workgroups=3)),
-    Case(Matmul("q6_k", 20, 32, 1024, numerics="bf16_split"), GemmMatrixTiles(16, 2, 2, 512, 32)),
-    Case(Matmul("f32", 37, 64, 129, glu="silu", numerics="bf16_split"), GemmMatrixTiles(16, 2, 2, 32, 16)),
-    Case(Matmul("bf16", 21, 48, 71, bias=True, numerics="bf16_matrix"), GemmMatrixTiles(16, 1, 3, 32, 32)),
+    Case(Matmul("q6_k", 70, 32, 512, numerics="bf16_split"), GemmMatrixTiles(16, 2, 2, 64, 32, high=2, workgroups=3)),
+    Case(Matmul("q6_k", 20, 32, 1024, numerics="bf16_split"), GemmMatrixTiles(16, 2, 2, 512, 32, high=1)),
+    Case(Matmul("f32", 37, 64, 129, glu="silu", numerics="bf16_split"), GemmMatrixTiles(16, 2, 2, 32, 16, high=1)),
+    Case(Matmul("bf16", 21, 48, 71, bias=True, numerics="bf16_matrix"), GemmMatrixTiles(16, 1, 3, 32, 32, high=2)),
     Case(Matmul("q4_k", 33, 64, 256, numerics="bf16_matrix")),
 ]
 PAIRS = draw(cases("bf16", st.integers(2, 40), 70, *FUSED, numerics="bf16_pairs"), 8) + [

@@ -192,18 +192,23 @@ def test_draft_numerics_quantise_x_of_one_token_where_that_is_faster(codec, isa,
 
 
 def test_a_matrix_unit_splits_x_a_single_time_for_all_matmuls():
-    """Exact numerics on AMX split x for nine tokens and more, and give the logits of other CPUs."""
-    model = build(CONFIG, lambda name: "f16" if "o_proj" in name else "q4_1", CONTEXT, [8, 32], (2,), (4, 9))
+    """Exact numerics on AMX split x for five or nine tokens and more, and give the logits of other CPUs."""
+    model = build(CONFIG, lambda name: "f16" if "o_proj" in name else "q4_1", CONTEXT, [8, 40], (2,), (4, 9))
     plain, split, fast = lower(model), lower(model, isa="amx"), lower(model, isa="amx", numerics="fast")
-    for function, in_fast in ("prefill_32", {"bf16_matrix"}), ("decode_batch_9", {"bf16_matrix", "int8"}):
+    for function, in_fast in ("prefill_40", {"bf16_matrix"}), ("decode_batch_9", {"bf16_split", "bf16_matrix"}):
         batched = [p for p in matmuls_of(split, function) if p.tokens > 1]
         assert {p.numerics for p in batched} == {"bf16_split"}
         assert {p.numerics for p in matmuls_of(fast, function) if p.tokens > 1} == in_fast
         inputs = [name for name in ops_of(split, function) if name.startswith("split_x")]
-        assert len(inputs) == 4 * 2 + (function != "prefill_32")
-    for function in ("decode_step", "verify_2", "prefill_8", "decode_batch_4"):
+        assert len(inputs) == 4 * 2 + (function != "prefill_40")
+    assert {(p.codec, p.numerics) for p in matmuls_of(split, "prefill_8") if p.tokens > 1} == {
+        ("q4_1", "bf16_split"),
+        ("f16", "exact"),
+    }
+    assert {p.numerics for p in matmuls_of(fast, "prefill_8") if p.codec == "q4_1" and p.tokens > 1} == {"int8"}
+    for function in ("decode_step", "verify_2", "decode_batch_4"):
         assert {p.numerics for p in matmuls_of(split, function)} == {"exact"}
-    logits = [prefilled(module, model, width=32)[0] for module in (plain, split, fast)]
+    logits = [prefilled(module, model, width=40)[0] for module in (plain, split, fast)]
     assert np.abs(logits[1] - logits[0]).max() < 1e-5 < np.abs(logits[2] - logits[0]).max() < 0.1
 
 

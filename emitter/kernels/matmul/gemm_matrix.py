@@ -110,7 +110,8 @@ class GemmMatrixTiles(PanelTiles):
         wide, _ = panel_columns(matmul, True)
         rows = tile_rows(matmul.tokens)
         high = HIGH if rows < matmul.tokens else 1
-        tokens, row_blocks = even_tokens(matmul.tokens, MAX_TOKENS, rows * high), _row_blocks(matmul, wide, MAX_ROW_BLOCKS, threads)
+        tokens = even_tokens(matmul.tokens, MAX_TOKENS, rows * high)
+        row_blocks = _row_blocks(matmul, wide, MAX_ROW_BLOCKS, threads)
         x_step = ROW_BYTES * rows * high * (1 if matmul.numerics == "bf16_matrix" else EXACT)
         space = cls.max_stack - cls(rows, wide, row_blocks, 0, tokens, high).stack_bytes(matmul)
         limit = min(MAX_DEPTH // DEPTH, X_BYTES // x_step, space // _step_bytes(matmul, row_blocks))

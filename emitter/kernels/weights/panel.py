@@ -10,7 +10,7 @@ a scale). A bf16 panel has the block layout of `mlir.matrix`.
 
 from castiron.emitter.codec import Codec
 from castiron.emitter.codecs import codec_of
-from castiron.emitter.kernels.mlir.bf16_pairs import cut, pieces
+from castiron.emitter.kernels.mlir.bf16_pairs import pieces
 from castiron.emitter.kernels.mlir.body import CACHE_LINE, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.split_x import DEPTH, PAIRS
