@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -131,6 +132,12 @@ def _tool(name: str, *arguments: str) -> str:
 
     path = Path(iree._runtime_libs.__path__[0]) / name
     ended = subprocess.run([path, *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if ended.returncode == -signal.SIGILL:
+        # IREE's tools do not request AMX tiles from Linux, and a permission ends when a process starts a program.
+        raise BundleError(
+            "cannot profile the function: it uses AMX tiles, for which IREE's profiler has no permission; "
+            "profile decode_step, or a bundle of --target x86-64-v4-bf16"
+        )
     if ended.returncode:
         lines = (ended.stderr or ended.stdout).strip().splitlines()
         failure = lines[0] if lines else f"exit status {ended.returncode}"

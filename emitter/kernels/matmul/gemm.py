@@ -137,12 +137,12 @@ class Gemm:
             for column in range(0, self.columns, self.lanes):
                 b.vstore(b.splat(0.0, self.lanes), self.sums, t.index, column)
         with b.loop(0, full, depth) as k:
-            self._set_next_panel(first_block, b.add(k.index, depth))
             self._fill(first_block, k.index, depth)
+            self._set_next_panel(first_block, b.add(k.index, depth))
             self._multiply(first, count, k.index, depth)
         if full < self.in_features:
-            self._set_next_panel(first_block, self.in_features)
             self._fill(first_block, full, self.in_features - full)
+            self._set_next_panel(first_block, self.in_features)
             self._multiply(first, count, full, self.in_features - full)
 
     def _set_next_panel(self, first_block: Index, k: Index) -> None:

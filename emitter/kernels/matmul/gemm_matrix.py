@@ -65,6 +65,7 @@ from castiron.emitter.kernels.weights.panel import (
 MIN_TOKENS = 9  # for fewer tokens f32 is faster
 MIN_SMALL_TOKENS = 5  # the same with a small panel (`has_small_panel`)
 MIN_INT8_TOKENS = 32  # for fewer tokens int8 is faster, where it is allowed
+MAX_SMALL_TOKENS = 64  # for more tokens a larger panel is faster, because x is read less often
 MAX_TOKENS = 128
 # Of the unit's eight registers, four have sums, two x and two weights; or four have sums, three the pieces of x.
 HIGH = 2
@@ -104,7 +105,7 @@ class GemmMatrixTiles(PanelTiles):
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        if _panel_type(matmul) is Bf16CodePanel:
+        if _panel_type(matmul) is Bf16CodePanel and matmul.tokens <= MAX_SMALL_TOKENS:
             return cls._small_panel(matmul, threads)
         # Two by two accumulators, and a panel whose part of x fits in L1.
         wide, _ = panel_columns(matmul, True)
@@ -185,6 +186,7 @@ class GemmMatrix(Gemm):
         self.panel_type = _panel_type(matmul)
         super().__init__(b, matmul, isa, tiles, buffers)
         self.parts = b.stack(tiles.high * tiles.wide, tiles.rows, LANES)
+        self.is_small = self.panel_type is Bf16CodePanel and tiles.row_blocks == tiles.wide
         # Elements of k whose sums are added at once, times a scale unless weights are floats.
         group, block = matmul.format.group, matmul.format.block
         self.span = {Bf16CodePanel: group, Bf16BlockPanel: min(block, tiles.depth)}.get(self.panel_type)
@@ -193,11 +195,13 @@ class GemmMatrix(Gemm):
         self.x_shape = matmul.operands()["x"].shape
 
     def _fill(self, first_block: Index, k: Index, depth: int) -> None:
-        if self.panel_type is not Bf16CodePanel:
+        if not self.is_small:
             super()._fill(first_block, k, depth)
             return
         # So small a panel is multiplied in too few steps to prefetch all of the next one between them.
-        b, (next_block, next_k) = self.b, self.next_panel
+        b = self.b
+        self._set_next_panel(first_block, b.add(k, depth))
+        next_block, next_k = self.next_panel
         with b.loop(0, self.tiles.row_blocks) as i:
             self.panel.prefetch_block(b.add(next_block, i.index), next_k, self.tiles.depth)
             self.panel.fill_block(i.index, b.add(first_block, i.index), k, depth)
@@ -215,7 +219,7 @@ class GemmMatrix(Gemm):
         first_step = b.div(k, DEPTH)
         row_blocks, wide = self.tiles.row_blocks, self.tiles.wide
         with b.loop(0, row_blocks, wide) as block:
-            if self.panel_type is not Bf16CodePanel:
+            if not self.is_small:
                 part = b.div(b.add(b.mul(b.div(at, self.tiles.high), row_blocks), block.index), wide)
                 self._prefetch_next(part, self.tiles.tokens // (self.tiles.rows * self.tiles.high) * (row_blocks // wide))
             span = self.span or depth
@@ -234,27 +238,24 @@ class GemmMatrix(Gemm):
     def _step(self, parts: list[Block], tile: Index, x_step: Index, step: Index, block: Index, high: int) -> list[Block]:
         b, wide, matrix = self.b, self.tiles.wide, self.matrix
         (pieces, x_tiles, x_steps, *_), (_, steps, row_blocks, *_) = self.x_shape, self.panel.words.type.shape
-        parts = list(parts)
+        parts, shared = list(parts), []
 
-        def load_x(piece: int, t: int) -> Block:
-            at = b.add(b.mul(b.add(tile, piece * x_tiles + t), x_steps), x_step)
-            return matrix.x(self.x_at, b.mul(at, self.tiles.rows * ROW_BYTES))
+        def x_of(piece: int) -> list[Block]:
+            # The `high` blocks of x. If there is one, the registers of the unit can keep it for all weights.
+            tiles = [b.add(tile, piece * x_tiles + t) for t in range(high)]
+            size = self.tiles.rows * ROW_BYTES
+            return [matrix.x(self.x_at, b.mul(b.add(b.mul(each, x_steps), x_step), size)) for each in tiles]
 
-        x = [load_x(i, 0) for i in range(pieces)] if high == 1 else []
+        if high == 1:
+            shared = [x_of(i) for i in range(pieces)]
         for j in range(self.panel.count):
             at = b.add(b.mul(b.add(step, j * steps), row_blocks), block)
-            load = lambda n, at=at: matrix.weights(self.panel_at, b.mul(b.add(at, n), BLOCK_BYTES))
-            if high == 1:
-                for n in range(wide):
-                    weights = load(n)
-                    for i in range(min(pieces, EXACT - j)):
-                        parts[n] = matrix.add(parts[n], x[i], weights)
-                continue
-            weights = [load(n) for n in range(wide)]
-            for i in range(min(pieces, EXACT - j)):
-                x = [load_x(i, t) for t in range(high)]
-                for t, n in pairs_of(range(high), range(wide)):
-                    parts[t * wide + n] = matrix.add(parts[t * wide + n], x[t], weights[n])
+            for columns in [[n] for n in range(wide)] if high == 1 else [range(wide)]:
+                weights = [matrix.weights(self.panel_at, b.mul(b.add(at, n), BLOCK_BYTES)) for n in columns]
+                for i in range(min(pieces, EXACT - j)):
+                    x = shared[i] if shared else x_of(i)
+                    for (t, each), (n, weight) in pairs_of(enumerate(x), zip(columns, weights, strict=True)):
+                        parts[t * wide + n] = matrix.add(parts[t * wide + n], each, weight)
         return parts
 
     def _add(

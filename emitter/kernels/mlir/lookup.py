@@ -2,7 +2,8 @@
 
 A table has 2, 4, 8 or 16 entries, which are f32 or bytes, or up to 32 bf16. The instruction depends on the CPU:
 
-    AVX-512  vpermps for f32, vpshufb for bytes; on CPUs with AMX, vpermw for bf16
+    AVX-512  vpermps for f32, vpshufb for bytes; on CPUs with AMX, vpermw for bf16, and
+             vpmultishiftqb for their indices
     AVX2     vpermps for f32 (two of them for 16 entries), vpshufb for bytes
     NEON     tbl for bytes, and for f32 that are small integers
     plain    a tree of selects by the bits of the index, for any CPU
@@ -103,12 +104,12 @@ def bit_pairs(b: Body, low: tuple[Ssa, int], high: tuple[Ssa, int]) -> Ssa:
     low, high: (vector i32 [16], index of the first bit). Of each i32, the result has eight bits
         from this one on. Those after bit 31 are undefined.
     """
-    words, first = zip(low, high)
-    picked = [_bits_from(b, word, first) for word in dict.fromkeys(words)]
-    if len(picked) == 1:
-        return picked[0]
-    low_half = b.isplat(0xFFFF, 16)
-    return b.either(b.binary("andi", picked[0], low_half), b.binary("andi", picked[1], b.isplat(-0x10000, 16)))
+    word, other, first = low[0], high[0], (low[1], high[1])
+    picked = _bits_from(b, word, first)
+    if other == word:
+        return picked
+    low_half, high_half = b.isplat(0xFFFF, 16), b.isplat(-0x10000, 16)
+    return b.either(b.binary("andi", picked, low_half), b.binary("andi", _bits_from(b, other, first), high_half))
 
 
 def _bits_from(b: Body, word: Ssa, first: Sequence[int]) -> Ssa:

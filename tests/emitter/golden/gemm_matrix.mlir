@@ -1,40 +1,58 @@
 // castiron emit --kernel gemm --shape 16x64 --codec q4_1 --tokens 9 --isa amx --threads 2
-// 413 lines, sha256 d7e8dd7f2abe904fd498fcd2f0848e8f114cf6bfe79e13ac82ecfbe03b652c07
-                  %250:1 = scf.for %248 = %c0 to %c1 step %c1 iter_args(%249 = %247) -> (!llvm.x86_amx) {
-                    %251 = arith.divui %246, %c7 : index
-                    %252 = arith.addi %251, %248 : index
-                    %253 = arith.addi %227, %252 : index
-                    %254 = arith.addi %244, %228 : index
-                    %255 = arith.muli %254, %c47 : index
-                    %256 = arith.index_cast %255 : index to i64
-                    %257 = arith.addi %11, %256 : i64
-                    %258 = llvm.inttoptr %257 : i64 to !llvm.ptr
-                    %259 = llvm.call_intrinsic "llvm.x86.tileloadd64.internal"(%c49, %c46, %258, %c48) : (i16, i16, !llvm.ptr, i64) -> !llvm.x86_amx
-                    %260 = arith.muli %226, %c6 : index
-                    %261 = arith.addi %260, %253 : index
-                    %262 = arith.muli %261, %c44 : index
-                    %263 = arith.index_cast %262 : index to i64
-                    %264 = arith.addi %9, %263 : i64
-                    %265 = llvm.inttoptr %264 : i64 to !llvm.ptr
-                    %266 = llvm.call_intrinsic "llvm.x86.tileloadd64.internal"(%c45, %c46, %265, %c48) : (i16, i16, !llvm.ptr, i64) -> !llvm.x86_amx
-                    %267 = llvm.call_intrinsic "llvm.x86.tdpbf16ps.internal"(%c45, %c46, %c46, %249, %266, %259) : (i16, i16, i16, !llvm.x86_amx, !llvm.x86_amx, !llvm.x86_amx) -> !llvm.x86_amx
-                    %268 = arith.addi %226, %c1 : index
-                    %269 = arith.muli %268, %c6 : index
-                    %270 = arith.addi %269, %253 : index
-                    %271 = arith.muli %270, %c44 : index
-                    %272 = arith.index_cast %271 : index to i64
-                    %273 = arith.addi %9, %272 : i64
-                    %274 = llvm.inttoptr %273 : i64 to !llvm.ptr
-                    %275 = llvm.call_intrinsic "llvm.x86.tileloadd64.internal"(%c45, %c46, %274, %c48) : (i16, i16, !llvm.ptr, i64) -> !llvm.x86_amx
-                    %276 = llvm.call_intrinsic "llvm.x86.tdpbf16ps.internal"(%c45, %c46, %c46, %267, %275, %259) : (i16, i16, i16, !llvm.x86_amx, !llvm.x86_amx, !llvm.x86_amx) -> !llvm.x86_amx
-                    %277 = arith.addi %226, %c6 : index
-                    %278 = arith.muli %277, %c6 : index
-                    %279 = arith.addi %278, %253 : index
-                    %280 = arith.muli %279, %c44 : index
-                    %281 = arith.index_cast %280 : index to i64
-                    %282 = arith.addi %9, %281 : i64
-                    %283 = llvm.inttoptr %282 : i64 to !llvm.ptr
-                    %284 = llvm.call_intrinsic "llvm.x86.tileloadd64.internal"(%c45, %c46, %283, %c48) : (i16, i16, !llvm.ptr, i64) -> !llvm.x86_amx
-                    %285 = llvm.call_intrinsic "llvm.x86.tdpbf16ps.internal"(%c45, %c46, %c46, %276, %284, %259) : (i16, i16, i16, !llvm.x86_amx, !llvm.x86_amx, !llvm.x86_amx) -> !llvm.x86_amx
-                    scf.yield %285 : !llvm.x86_amx
-                  }
+// 318 lines, sha256 0f3a2a80a567f8b13667731969d53e69dafc4e0dd069b43bb4cc010c575d1970
+              scf.for %41 = %c0 to %c1 step %c1 {
+                %43 = arith.divui %26, %c6 : index
+                %44 = arith.addi %43, %41 : index
+                %45 = arith.muli %32, %c11 : index
+                %46 = vector.load %m2[%32, %44, %c0] : memref<1x2x320xi8>, vector<32xi8>
+                %47 = vector.bitcast %46 : vector<32xi8> to vector<16xf16>
+                %48 = arith.extf %47 : vector<16xf16> to vector<16xf32>
+                %49 = vector.load %m2[%32, %44, %c6] : memref<1x2x320xi8>, vector<32xi8>
+                %50 = vector.bitcast %49 : vector<32xi8> to vector<16xf16>
+                %51 = arith.extf %50 : vector<16xf16> to vector<16xf32>
+                vector.store %48, %2[%41, %45] : memref<1x16xf32>, vector<16xf32>
+                vector.store %51, %3[%41, %45] : memref<1x16xf32>, vector<16xf32>
+                %52 = vector.load %m2[%32, %44, %c5] : memref<1x2x320xi8>, vector<64xi8>
+                %53 = vector.bitcast %52 : vector<64xi8> to vector<16xi32>
+                %54 = vector.bitcast %53 : vector<16xi32> to vector<64xi8>
+                %55 = llvm.call_intrinsic "llvm.x86.avx512.pmultishift.qb.512"(%c12, %54) : (vector<64xi8>, vector<64xi8>) -> vector<64xi8>
+                %56 = vector.bitcast %55 : vector<64xi8> to vector<16xi32>
+                %57 = vector.bitcast %56 : vector<16xi32> to vector<32xi16>
+                %58 = llvm.call_intrinsic "llvm.x86.avx512.permvar.hi.512"(%c13, %57) : (vector<32xi16>, vector<32xi16>) -> vector<32xi16>
+                %59 = vector.bitcast %58 : vector<32xi16> to vector<16xi32>
+                vector.store %59, %1[%c0, %41, %32, %c0, %c0] : memref<1x1x1x16x16xi32>, vector<16xi32>
+                %60 = vector.bitcast %53 : vector<16xi32> to vector<64xi8>
+                %61 = llvm.call_intrinsic "llvm.x86.avx512.pmultishift.qb.512"(%c14, %60) : (vector<64xi8>, vector<64xi8>) -> vector<64xi8>
+                %62 = vector.bitcast %61 : vector<64xi8> to vector<16xi32>
+                %63 = vector.bitcast %62 : vector<16xi32> to vector<32xi16>
+                %64 = llvm.call_intrinsic "llvm.x86.avx512.permvar.hi.512"(%c13, %63) : (vector<32xi16>, vector<32xi16>) -> vector<32xi16>
+                %65 = vector.bitcast %64 : vector<32xi16> to vector<16xi32>
+                vector.store %65, %1[%c0, %41, %32, %c1, %c0] : memref<1x1x1x16x16xi32>, vector<16xi32>
+                %66 = vector.bitcast %53 : vector<16xi32> to vector<64xi8>
+                %67 = llvm.call_intrinsic "llvm.x86.avx512.pmultishift.qb.512"(%c15, %66) : (vector<64xi8>, vector<64xi8>) -> vector<64xi8>
+                %68 = vector.bitcast %67 : vector<64xi8> to vector<16xi32>
+                %69 = vector.bitcast %68 : vector<16xi32> to vector<32xi16>
+                %70 = llvm.call_intrinsic "llvm.x86.avx512.permvar.hi.512"(%c13, %69) : (vector<32xi16>, vector<32xi16>) -> vector<32xi16>
+                %71 = vector.bitcast %70 : vector<32xi16> to vector<16xi32>
+                vector.store %71, %1[%c0, %41, %32, %c16, %c0] : memref<1x1x1x16x16xi32>, vector<16xi32>
+                %72 = vector.bitcast %53 : vector<16xi32> to vector<64xi8>
+                %73 = llvm.call_intrinsic "llvm.x86.avx512.pmultishift.qb.512"(%c17, %72) : (vector<64xi8>, vector<64xi8>) -> vector<64xi8>
+                %74 = vector.bitcast %73 : vector<64xi8> to vector<16xi32>
+                %75 = vector.bitcast %74 : vector<16xi32> to vector<32xi16>
+                %76 = llvm.call_intrinsic "llvm.x86.avx512.permvar.hi.512"(%c13, %75) : (vector<32xi16>, vector<32xi16>) -> vector<32xi16>
+// 78 lines more
+                %144 = vector.bitcast %131 : vector<16xi32> to vector<64xi8>
+                %145 = llvm.call_intrinsic "llvm.x86.avx512.pmultishift.qb.512"(%c15, %144) : (vector<64xi8>, vector<64xi8>) -> vector<64xi8>
+                %146 = vector.bitcast %145 : vector<64xi8> to vector<16xi32>
+                %147 = vector.bitcast %146 : vector<16xi32> to vector<32xi16>
+                %148 = llvm.call_intrinsic "llvm.x86.avx512.permvar.hi.512"(%c13, %147) : (vector<32xi16>, vector<32xi16>) -> vector<32xi16>
+                %149 = vector.bitcast %148 : vector<32xi16> to vector<16xi32>
+                vector.store %149, %1[%c0, %41, %32, %c27, %c0] : memref<1x1x1x16x16xi32>, vector<16xi32>
+                %150 = vector.bitcast %131 : vector<16xi32> to vector<64xi8>
+                %151 = llvm.call_intrinsic "llvm.x86.avx512.pmultishift.qb.512"(%c17, %150) : (vector<64xi8>, vector<64xi8>) -> vector<64xi8>
+                %152 = vector.bitcast %151 : vector<64xi8> to vector<16xi32>
+                %153 = vector.bitcast %152 : vector<16xi32> to vector<32xi16>
+                %154 = llvm.call_intrinsic "llvm.x86.avx512.permvar.hi.512"(%c13, %153) : (vector<32xi16>, vector<32xi16>) -> vector<32xi16>
+                %155 = vector.bitcast %154 : vector<32xi16> to vector<16xi32>
+                vector.store %155, %1[%c0, %41, %32, %c28, %c0] : memref<1x1x1x16x16xi32>, vector<16xi32>
+              }
