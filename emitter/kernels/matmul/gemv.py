@@ -8,8 +8,8 @@ A weight is d * scale * code + m * minimum (`codec.Parts`). Each codec block has
 elements are divided into groups, and each group has a scale and a minimum.
 
     each workgroup: a share of the row blocks
-      xs [in] = norm(x) * code_factors                                                         stack
-      sums [in / group] = sum of norm(x) over each group                                       stack
+      xs [in] = norm(x) * code_factors                                                     stack, L2
+      sums [in / group] = sum of norm(x) over each group                                   stack, L2
       for `together` row blocks at a time:
         for record, for group in record:
           dots = sum over k in group of code[k] * xs[k]        in `chains` independent accumulators
@@ -22,14 +22,14 @@ elements are divided into groups, and each group has a scale and a minimum.
   an offset (`group_sum`).
 - With a GLU, row blocks of gate and of up alternate in W. Each row block of gate is computed in the
   same set of row blocks as the next one, which belongs to up.
-- xs stays in L2. If it does not fit, the kernel prepares and multiplies one part of x after another,
-  and stores partial results on the stack. This is slower, because a core then reads many short
-  streams of weights.
+- If xs does not fit on the stack, the kernel prepares and multiplies one part of x after another,
+  and stores partial results on the stack. It is slower, because the core then reads a part of a row
+  block and skips the rest, and hardware prefetchers read on at the end of every part.
 - Float codecs: a record has one element of each row (bf16: two), and is not decoded.
 - With --numerics canonical, `chains` is 1, and groups are added in the same order as in the kernels
   for several tokens.
 
-For codes of one or two bits, table look-ups replace multiplications where they are faster
+For codes of up to three bits, table look-ups replace multiplications where they are faster
 (`is_summed_by_tables`): a lane looks up the sum of x times several codes in a table (`sum_tables`).
 """
 
