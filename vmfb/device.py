@@ -20,7 +20,7 @@ from iree.runtime._binding import create_hal_driver
 SPIN_US = 10
 # Seconds to wait for workers to start; workers that start later are not pinned.
 START_SECONDS = 1.0
-# Bytes of a worker's stack; IREE's default, 128 KB, is too small for the kernels of matrix units.
+# Bytes of a worker's stack; IREE's default, 128 KB, is too small for matrix units and for GEMVs of few bits.
 STACK_BYTES = 1 << 20
 
 _lock = threading.Lock()

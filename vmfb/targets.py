@@ -16,7 +16,7 @@ COMMON_FLAGS = (
     # Debug symbols would be a third of the file and contain the path of a temporary file.
     "--iree-llvmcpu-debug-symbols=false",
     # IREE's default is 32 KB. The stacks of `device` have 1 MB.
-    "--iree-llvmcpu-stack-allocation-limit=262144",
+    "--iree-llvmcpu-stack-allocation-limit=524288",
 )
 
 _V2 = ("cx16", "popcnt", "sse3", "ssse3", "sse4.1", "sse4.2")

@@ -28,7 +28,7 @@ def read_results(path: Path) -> list[np.ndarray]:
 
 
 def main(vmfb: str, calls: str, out: str) -> None:
-    rt.flags.parse_flags("--task_topology_group_count=2")
+    rt.flags.parse_flags("--task_topology_group_count=2", "--task_worker_stack_size=1048576")
     device = rt.get_driver("local-task").create_default_device()
     config = rt.Config(device=device)
     modules = rt.load_vm_module(rt.VmModule.mmap(config.vm_instance, vmfb), config)

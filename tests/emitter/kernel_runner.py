@@ -16,6 +16,7 @@ from castiron.emitter.ir import Module, current_function
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.printer import print_module
 from castiron.vmfb.compiler import compile_mlir
+from castiron.vmfb.device import STACK_BYTES
 from castiron.vmfb.targets import missing_features, resolve
 
 THREADS = {1: "local-sync", 2: "local-task"}
@@ -62,7 +63,7 @@ def runnable(kernels: Sequence[Kernel], target: str, directory: Path, plain: Seq
 
 @cache
 def _device(driver: str) -> rt.HalDevice:
-    rt.flags.parse_flags("--task_topology_group_count=2")
+    rt.flags.parse_flags("--task_topology_group_count=2", f"--task_worker_stack_size={STACK_BYTES}")
     return create_hal_driver(driver).create_default_device()
 
 

@@ -29,16 +29,16 @@ DRAWN = {  # tokens, largest out_features, options, how many of each codec
 CHOSEN = {
     "gemv": [
         # x exceeds the stack: sums are stored between its parts, in every kind of record
-        Case(Matmul("q4_1", 1, 40, 8192, rms_eps=1e-5)),
-        Case(Matmul("q5_k", 1, 17, 7168, glu="gelu")),
-        Case(Matmul("f16", 1, 20, 9001, residual=True)),
+        Case(Matmul("q4_1", 1, 20, 131072, rms_eps=1e-5)),
+        Case(Matmul("q5_k", 1, 17, 131072, glu="gelu")),
+        Case(Matmul("f16", 1, 20, 121001, residual=True)),
         # x exceeds the stack, and the rows exceed one batch of sums
-        Case(Matmul("q8_0", 1, 1100, 7168), GemvTiles(workgroups=1)),
-        # tables of sums of x in parts, with all kinds of groups; more rows than one batch, and an odd number of row blocks
-        Case(Matmul("q1_0", 1, 1100, 2048, rms_eps=1e-5), GemvTiles(workgroups=1)),
-        Case(Matmul("q2_0", 1, 40, 4096, glu="silu")),
-        Case(Matmul("q2_k", 1, 40, 2048, bias=True), GemvTiles(together=1, chains=3)),
-        Case(Matmul("tq1_0", 1, 250, 8192, residual=True), GemvTiles(together=4, chains=1, workgroups=3)),
+        Case(Matmul("q1_0", 1, 530, 45056, rms_eps=1e-5), GemvTiles(together=1, workgroups=1)),
+        # tables of sums of x in parts, with all kinds of groups, and an odd number of row blocks
+        Case(Matmul("q2_0", 1, 40, 16384, glu="silu")),
+        Case(Matmul("q2_k", 1, 40, 16384, bias=True), GemvTiles(together=1, chains=3)),
+        Case(Matmul("q3_k", 1, 40, 10240, rms_eps=1e-5)),
+        Case(Matmul("tq1_0", 1, 250, 16384, residual=True), GemvTiles(together=4, chains=1, workgroups=3)),
         # several workgroups with unequal shares
         Case(Matmul("q8_0", 1, 1000, 256, rms_eps=1e-5, bias=True, residual=True, glu="silu")),
         Case(Matmul("q4_0", 1, 300, 96), GemvTiles(workgroups=7, chains=3, ahead=2)),

@@ -8,8 +8,8 @@ A weight is d * scale * code + m * minimum (`codec.Parts`). Each codec block has
 elements are divided into groups, and each group has a scale and a minimum.
 
     each workgroup: a share of the row blocks
-      xs [in] = norm(x) * code_factors                                                         stack
-      sums [in / group] = sum of norm(x) over each group                                       stack
+      xs [in] = norm(x) * code_factors                                                     stack, L2
+      sums [in / group] = sum of norm(x) over each group                                   stack, L2
       for `together` row blocks at a time:
         for record, for group in record:
           dots = sum over k in group of code[k] * xs[k]        in `chains` independent accumulators
@@ -23,15 +23,14 @@ elements are divided into groups, and each group has a scale and a minimum.
 - With a GLU, row blocks of gate and of up alternate in W. Each row block of gate is computed in the
   same set of row blocks as the next one, which belongs to up.
 - If xs does not fit on the stack, the kernel prepares and multiplies one part of x after another,
-  and stores partial results on the stack.
+  and stores partial results on the stack. It is slower, because the core then reads a part of a row
+  block and skips the rest, and hardware prefetchers read on at the end of every part.
 - Float codecs: a record has one element of each row (bf16: two), and is not decoded.
 - With --numerics canonical, `chains` is 1, and groups are added in the same order as in the kernels
   for several tokens.
 
-For codes of one or two bits, table look-ups replace multiplications where they are faster
+For codes of up to three bits, table look-ups replace multiplications where they are faster
 (`is_summed_by_tables`): a lane looks up the sum of x times several codes in a table (`sum_tables`).
-Without a GLU, a workgroup then divides its share into `together` consecutive parts, and reads all
-of them at the same time. A core reads a few long streams faster than many short ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,15 +42,14 @@ from castiron.emitter.kernels.matmul.prepared_x import PreparedX, bytes_per_elem
 from castiron.emitter.kernels.matmul.sum_tables import SumTables, is_summed_by_tables, table_bytes
 from castiron.emitter.kernels.matmul.tiles import Buffers, each_block
 from castiron.emitter.kernels.matmul_spec import Matmul
-from castiron.emitter.kernels.mlir.body import CACHE_LINE, STACK_BYTES, Body, Index, Ssa, batches
+from castiron.emitter.kernels.mlir.body import CACHE_LINE, L2_STACK_BYTES, Body, Index, Ssa, batches
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.lookup import permuted, shifted_index
 from castiron.emitter.kernels.mlir.vector_math import tree
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.records import GroupCodes, Records
 
-BATCH = 32  # sets of row blocks whose totals (4 KB) stay on the stack if x is prepared in parts
-X_BYTES = STACK_BYTES - (4 << 10)
+BATCH = 32  # sets of row blocks whose totals stay on the stack if x is prepared in parts
 
 
 class Gemv:
@@ -88,7 +86,6 @@ class Gemv:
         self.b, self.codec, self.tiles, self.buffers = b, matmul.format, tiles, buffers
         self.chains = 1 if isa.canonical else tiles.chains
         self.canonical, self.by_tables = isa.canonical, is_summed_by_tables(matmul.format, isa)
-        self.is_far = self.by_tables and not matmul.glu
         self.lanes, self.x_row, self.y_row = isa.lanes, x_row, y_row
         self.matmul, self.isa, self.out_features, self.in_features = matmul, isa, matmul.out_features, matmul.in_features
         self.row_blocks, self.count, self.size = matmul.weight_shape
@@ -110,21 +107,17 @@ class Gemv:
         x_bytes = elements * bytes_per_element(self.codec)
         if self.by_tables:
             x_bytes += self.layout.groups * table_bytes(self.codec, self.isa) - 4 * elements
-        space = min(X_BYTES, STACK_BYTES - 4 * LANES * BATCH * self.set)
+        space = L2_STACK_BYTES - 4 * LANES * BATCH * self.set
         chunks = -(-self.count // max(1, int(space // x_bytes)))
         chunk = -(-self.count // chunks)  # records
         sets = -(-self.row_blocks // self.set)
         low, high = b.share(sets, share, self.tiles.workgroups)
-        if self.is_far:
-            # Sets are counted from the first one of the share.
-            self.first_block, self.share = b.mul(low, self.set), b.sub(high, low)
-            low, high = 0, self.share
         # Prefetch the first weights, to use memory bandwidth while x is prepared.
         row_blocks = self._blocks_of(low)[: self.together]
         with b.loop(0, min(self.tiles.ahead, self.count)) as record:
             for line in range(0, self.size, CACHE_LINE):
                 for block in row_blocks:
-                    self.records.prefetch(block, record.index, line, not self.by_tables)
+                    self.records.prefetch(block, record.index, line)
         self.x: PreparedX
         if self.by_tables:
             self.x = self.tables = SumTables(b, self.matmul, self.isa, self.buffers, chunk * elements, self.x_row)
@@ -173,12 +166,9 @@ class Gemv:
                     self._store(b.div(block, shared), combine(b, self.matmul.glu, of_block))
 
     def _blocks_of(self, number: Index) -> list[Index]:
-        # The 16-row blocks of set `number` of the share. An incomplete set repeats the last ones of the weight.
+        # The 16-row blocks of set `number`. An incomplete set repeats the last ones of the weight.
         b, shared = self.b, self.matmul.blocks_per_result
-        if self.is_far:
-            row_blocks = [b.add(b.add(self.first_block, number), b.mul(self.share, i)) for i in range(self.set)]
-        else:
-            row_blocks = [b.add(b.mul(number, self.set), i) for i in range(self.set)]
+        row_blocks = [b.add(b.mul(number, self.set), i) for i in range(self.set)]
         if self.row_blocks % self.set == 0:
             return row_blocks
         return [b.min(block, self.row_blocks - shared + i % shared) for i, block in enumerate(row_blocks)]
@@ -206,11 +196,9 @@ class Gemv:
         """
         b, (first, last) = self.b, self.range
         then = b.add(b.sub(record, first) if first else record, self.tiles.ahead)  # may be in the next set of row blocks
-        next_block = 1 if self.is_far else self.together
-        skipped, record = b.mul(b.div(then, last - first), next_block), b.add(b.rem(then, last - first), first)
+        skipped, record = b.mul(b.div(then, last - first), self.together), b.add(b.rem(then, last - first), first)
         return [
-            # Tables fill most of L1; weights prefetched into it measured slower.
-            partial(self.records.prefetch, b.add(block, skipped), record, b.add(offset, line), not self.by_tables)
+            partial(self.records.prefetch, b.add(block, skipped), record, b.add(offset, line))
             for line in range(0, nbytes, CACHE_LINE)
             for block in row_blocks
         ]

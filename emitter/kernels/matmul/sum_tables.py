@@ -1,7 +1,7 @@
-"""Prepare x for a GEMV of codes of one or two bits, where table look-ups replace multiplications.
+"""Prepare x for a GEMV of codes of up to three bits, where table look-ups replace multiplications.
 
 A code is a base plus the values of its bits that are set: a code of two bits may be -2 + 1 * bit 0
-+ 2 * bit 1. Several codes are packed in a 32-bit word. So the sum of x * code over a word is a sum
++ 2 * bit 1. Several codes are packed in a word of 16 or 32 bits. So the sum of x * code over a word is a sum
 of one term for each bit of the word.
 
 A word is cut into slices of four bits (for vectors of 16 lanes) or three bits (8 lanes). A slice
@@ -25,47 +25,48 @@ from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, vector_type
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.weights.packing import layout
 
-WORD = 32
 # Max bits of a code, by lanes of a vector; for more bits, a multiplication for each code is not slower.
-MAX_BITS = {4: 0, 8: 1, 16: 2}
+MAX_BITS = {4: 0, 8: 1, 16: 3}
 
 
 def is_summed_by_tables(codec: Codec, isa: Isa) -> bool:
     """Return whether the GEMV of a codec looks up sums of x in tables instead of multiplying."""
-    return 0 < codec.bits <= MAX_BITS[isa.lanes] and not isa.canonical
+    has_bit_values = not codec.table or codec.bits == 1
+    return 0 < codec.bits <= MAX_BITS[isa.lanes] and has_bit_values and not isa.canonical
 
 
 def additions(matmul: Matmul, isa: Isa) -> int:
     """Return the number of additions of a GEMV that uses tables of sums of x (`SumTables`).
 
-    The codes of a row are packed in 32-bit words. A word is cut into `slices` of a few bits. Each
-    slice takes one look-up and one addition.
+    The codes of a row are packed in words. A word is cut into `slices` of a few bits. Each slice
+    takes one look-up and one addition.
     """
-    bits_of_row = matmul.in_features * matmul.format.bits
-    return matmul.tokens * matmul.weight_rows * bits_of_row // WORD * len(slices(isa))
+    codec = matmul.format
+    groups = matmul.tokens * matmul.weight_rows * matmul.in_features // codec.group
+    return groups * layout(codec).words * len(slices(codec, isa))
 
 
-def slices(isa: Isa) -> list[tuple[int, int]]:
-    """Return the slices of a 32-bit word of codes, each as (its first bit, number of bits).
+def slices(codec: Codec, isa: Isa) -> list[tuple[int, int]]:
+    """Return the slices of a word of codes, each as (its first bit, number of bits).
 
     A word is cut into slices, and the value of a slice is an index in a table with one entry for
     each lane of a vector. So a slice has log2(lanes) bits; the last one may have fewer.
     """
-    bits = isa.lanes.bit_length() - 1
-    return [(shift, min(bits, WORD - shift)) for shift in range(0, WORD, bits)]
+    bits, word_bits = isa.lanes.bit_length() - 1, layout(codec).word_bits
+    return [(shift, min(bits, word_bits - shift)) for shift in range(0, word_bits, bits)]
 
 
 def table_bytes(codec: Codec, isa: Isa) -> int:
     """Return the size in bytes of the tables of sums for one codec group (see the module).
 
-    The codes of a codec group (elements that share a scale) are packed in 32-bit words. Each word
-    is cut into slices of a few bits, and each slice has a table of f32, one for each lane.
+    The codes of a codec group (elements that share a scale) are packed in words. Each word is cut
+    into slices of a few bits, and each slice has a table of f32, one for each lane.
     """
-    return layout(codec).words * len(slices(isa)) * 4 * isa.lanes
+    return layout(codec).words * len(slices(codec, isa)) * 4 * isa.lanes
 
 
 class SumTables(PreparedX):
-    """Emits code that computes tables of sums of x, for a GEMV of codes of one or two bits.
+    """Emits code that computes tables of sums of x, for a GEMV of codes of up to three bits.
 
     The GEMV looks up a few bits of a word of codes in a table. The entry is the sum of x times the
     codes of these bits, so the GEMV needs no multiplication. The tables belong to one row of x.
@@ -79,12 +80,19 @@ class SumTables(PreparedX):
         if not codec.minimum:  # tables include the offset
             self.sums = None
         record = layout(codec)
-        self.slices, self.words = slices(isa), record.words
-        self.codes = {record.field(k): k for k in range(record.in_fields)}  # from word and field to code
+        self.slices, self.words = slices(codec, isa), record.words
+        # From (word, bit of the word) to (code, bit of the code).
+        self.bits = {
+            (word, shift + bit): (k, bit)
+            for k in range(codec.group)
+            for word, shift, mask in record.bit_fields(codec, k)
+            for bit in range(codec.bits)
+            if mask >> bit & 1
+        }
         self.tables = b.stack(capacity // codec.group * self.words * len(self.slices), isa.lanes)
 
     def table(self, group: Index, word: int, number: int) -> Ssa:
-        """Load the table for one slice of a 32-bit word of codes, f32 [lanes].
+        """Load the table for one slice of a word of codes, f32 [lanes].
 
         Entry i is the dot product of x and the codes of the slice, if the slice's bits are i.
 
@@ -111,13 +119,13 @@ class SumTables(PreparedX):
         self.b.vstore(x, self.values, 0, k)
 
     def _finish(self, group: Index) -> None:
-        b, bits = self.b, self.codec.bits
+        b = self.b
         for word in range(self.words):
             for n, (shift, width) in enumerate(self.slices):
                 total: Ssa | None = None
                 for j in range(width):
-                    field, bit = divmod(shift + j, bits)
-                    x = b.broadcast(b.load(self.values, 0, self.codes[word, field]), self.lanes)
+                    k, bit = self.bits[word, shift + j]
+                    x = b.broadcast(b.load(self.values, 0, k), self.lanes)
                     factors = self._factors(j, bit)
                     total = b.mulf(factors, x) if total is None else b.fma(factors, x, total)
                 assert total is not None, "a slice has bits"

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 CACHE_LINE = 64  # bytes
 STACK_BYTES = 30 << 10  # max bytes of a kernel's stack buffers; most of them should fit in L1
-MATRIX_STACK_BYTES = 240 << 10  # for matrix units, whose buffers should fit in L2; `vmfb.targets` allows a kernel 256 KB
+MATRIX_STACK_BYTES = 240 << 10  # for matrix units, whose buffers should fit in L2; `vmfb.targets` allows a kernel 512 KB
+L2_STACK_BYTES = 480 << 10  # for GEMVs, which prepare all of x if it fits in half of an L2 cache of 1 MB
 PARTS = 6  # workgroups per thread; from 8 on, IREE assigns 8 at a time to a thread
 
 
