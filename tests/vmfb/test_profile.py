@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,12 @@ def test_a_failing_tool_is_a_one_line_error(toy_dir, monkeypatch):
     with pytest.raises(BundleError, match=r"iree-benchmark-module failed \("):
         bundle = open_bundle(toy_dir)
         profile(bundle, bundle.manifest.function("decode"), position=CONTEXT - 1, repeats=1)
+
+
+def test_a_function_that_uses_amx_tiles_is_not_profiled(toy_dir, monkeypatch):
+    """Without permission for tiles, Linux ends IREE's tool with SIGILL after its first lines."""
+    ended = subprocess.CompletedProcess([], -signal.SIGILL, stdout="{", stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
+    bundle = open_bundle(toy_dir)
+    with pytest.raises(BundleError, match=r"uses AMX tiles.*--target x86-64-v4-bf16"):
+        profile(bundle, bundle.manifest.function("decode"), repeats=1)
