@@ -52,7 +52,7 @@ from castiron.emitter.kernels.mlir.body import MATRIX_STACK_BYTES, Body, Index
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.matrix import ROW_BYTES, Block, Matrix
 from castiron.emitter.kernels.split_x import DEPTH, EXACT, tile_rows
-from castiron.emitter.kernels.weights.packing import LANES
+from castiron.emitter.kernels.weights.packing import LANES, layout
 from castiron.emitter.kernels.weights.panel import (
     BLOCK_BYTES,
     EXACT_COUNTS,
@@ -105,7 +105,7 @@ class GemmMatrixTiles(PanelTiles):
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        if _panel_type(matmul) is Bf16CodePanel and matmul.tokens <= MAX_SMALL_TOKENS:
+        if matmul.numerics == "bf16_split" and has_small_panel(matmul.format) and matmul.tokens <= MAX_SMALL_TOKENS:
             return cls._small_panel(matmul, threads)
         # Two by two accumulators, and a panel whose part of x fits in L1.
         wide, _ = panel_columns(matmul, True)
@@ -141,12 +141,12 @@ def _row_blocks(matmul: Matmul, wide: int, limit: int, threads: int) -> int:
 
 
 def has_small_panel(codec: Codec) -> bool:
-    """Return whether panels of `bf16_split` have codes, without zeros between codec groups.
+    """Return whether panels of `bf16_split` have one bf16 for each element, a code.
 
-    Then the panel of 32 elements is so small that the kernel is fast for few tokens too.
+    Then a panel of 32 elements is so small that the kernel is fast for few tokens too.
     """
-    is_of_codes = codec.quantised and codec.has_integers and not Bf16BlockPanel.fits(codec)
-    return is_of_codes and codec.group >= DEPTH
+    has_one = not Bf16BlockPanel.fits(codec) or layout(codec).scales is None
+    return codec.quantised and codec.has_integers and has_one
 
 
 def _panel_type(matmul: Matmul) -> type[Any]:
@@ -186,7 +186,7 @@ class GemmMatrix(Gemm):
         self.panel_type = _panel_type(matmul)
         super().__init__(b, matmul, isa, tiles, buffers)
         self.parts = b.stack(tiles.high * tiles.wide, tiles.rows, LANES)
-        self.is_small = self.panel_type is Bf16CodePanel and tiles.row_blocks == tiles.wide
+        self.is_small = matmul.numerics == "bf16_split" and has_small_panel(matmul.format) and tiles.row_blocks == tiles.wide
         # Elements of k whose sums are added at once, times a scale unless weights are floats.
         group, block = matmul.format.group, matmul.format.block
         self.span = {Bf16CodePanel: group, Bf16BlockPanel: min(block, tiles.depth)}.get(self.panel_type)

@@ -19,6 +19,7 @@ from castiron.emitter.kernels.matmul.sum_tables import additions, is_summed_by_t
 from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.split_x import DEPTH
 
 # Columns: predicate of a matmul, prefix of the kernel's name, class of its tiles, class that emits its body.
 _CHOICES: tuple[tuple[Callable[[Matmul], bool], str, type[Tiles], type[Any]], ...] = (
@@ -65,12 +66,9 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool, is_draft: bool = False)
         # VNNI multiplies four codes in one instruction. K-quants, which have more scales, and wider codes are not faster.
         is_faster = isa.dot == "vnni" and codec.code_bits == 4 and codec.group == codec.block
         return "int8" if is_draft and has_int8 and is_faster else "exact"
-    if isa.matrix and gemm_matrix.has_small_panel(codec):
-        # For up to 32 tokens, results in a single bf16 would not be faster than in three.
-        first = small_batch.MAX_TOKENS + 1 if is_fast and has_int8 else gemm_matrix.MIN_SMALL_TOKENS
-        if first <= matmul.tokens and (not is_fast or matmul.tokens <= gemm_matrix.MIN_INT8_TOKENS):
-            return "bf16_split"
     min_tokens = gemm_matrix.MIN_INT8_TOKENS if is_fast and has_int8 else gemm_matrix.MIN_TOKENS
+    if not is_fast and gemm_matrix.has_small_panel(codec) and codec.group >= DEPTH:
+        min_tokens = gemm_matrix.MIN_SMALL_TOKENS
     if isa.matrix and matmul.tokens >= min_tokens and (is_fast or codec.has_bf16_codes):
         return "bf16_matrix" if is_fast else "bf16_split"
     if is_fast and has_int8:

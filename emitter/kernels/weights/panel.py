@@ -338,12 +338,16 @@ class Bf16BlockPanel(Bf16Panel):
             for v in range(records.vectors):
                 scale = records.group_scale(*at, v)
                 for j in range(0, group, 2):
+                    number = b.add(b.mul(g.index, group // 2), j // 2)
+                    if scale is None:
+                        self._store(i, number, v, [codes.bf16_pair(j, v)])
+                        continue
                     pair = [
                         b.fma(codes.code(j + n, v), b.splat(factors[j + n], self.lanes), b.splat(offset, self.lanes))
                         for n in range(2)
                     ]
-                    low, high = pair if scale is None else (b.mulf(each, scale) for each in pair)
-                    self._store(i, b.add(b.mul(g.index, group // 2), j // 2), v, pieces(b, low, high, self.count))
+                    low, high = (b.mulf(each, scale) for each in pair)
+                    self._store(i, number, v, pieces(b, low, high, self.count))
 
 
 class Bf16CodePanel(Bf16Panel):
