@@ -23,6 +23,9 @@ Two exceptions:
 - With `--numerics fast`, x and the decoded weights are rounded to one bf16 each. The panel stores
   these weights, and the loops are those of a float W.
 
+A small panel (`has_small_panel`) has 32 elements of few rows. While the kernel decodes it, it
+prefetches the weights of the next panel, and the matrix unit keeps x in its registers.
+
 The loops, with the location of each buffer on the right:
 
     each workgroup: some items; an item is `tokens` tokens x 16 * `row_blocks` rows of W
@@ -105,7 +108,7 @@ class GemmMatrixTiles(PanelTiles):
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        if matmul.numerics == "bf16_split" and has_small_panel(matmul.format) and matmul.tokens <= MAX_SMALL_TOKENS:
+        if _has_codes(matmul) and matmul.tokens <= MAX_SMALL_TOKENS:
             return cls._small_panel(matmul, threads)
         # Two by two accumulators, and a panel whose part of x fits in L1.
         wide, _ = panel_columns(matmul, True)
@@ -129,7 +132,7 @@ class GemmMatrixTiles(PanelTiles):
         rows, row_blocks = tile_rows(matmul.tokens), _row_blocks(matmul, 1, WIDE, threads)
         tokens, wide = even_tokens(matmul.tokens, MAX_TOKENS, rows), min(row_blocks, WIDE)
         workgroups = panel_workgroups(matmul, row_blocks, tokens, threads)
-        return cls(rows, wide, row_blocks, max(DEPTH, matmul.format.group), tokens, 1, workgroups=workgroups)
+        return cls(rows, wide, row_blocks, DEPTH, tokens, 1, workgroups=workgroups)
 
 
 def _row_blocks(matmul: Matmul, wide: int, limit: int, threads: int) -> int:
@@ -147,6 +150,10 @@ def has_small_panel(codec: Codec) -> bool:
     """
     has_one = not Bf16BlockPanel.fits(codec) or layout(codec).scales is None
     return codec.quantised and codec.has_integers and has_one
+
+
+def _has_codes(matmul: Matmul) -> bool:
+    return matmul.numerics == "bf16_split" and has_small_panel(matmul.format)
 
 
 def _panel_type(matmul: Matmul) -> type[Any]:
@@ -186,7 +193,7 @@ class GemmMatrix(Gemm):
         self.panel_type = _panel_type(matmul)
         super().__init__(b, matmul, isa, tiles, buffers)
         self.parts = b.stack(tiles.high * tiles.wide, tiles.rows, LANES)
-        self.is_small = matmul.numerics == "bf16_split" and has_small_panel(matmul.format) and tiles.row_blocks == tiles.wide
+        self.is_small = _has_codes(matmul) and tiles.row_blocks == tiles.wide
         # Elements of k whose sums are added at once, times a scale unless weights are floats.
         group, block = matmul.format.group, matmul.format.block
         self.span = {Bf16CodePanel: group, Bf16BlockPanel: min(block, tiles.depth)}.get(self.panel_type)
