@@ -70,6 +70,7 @@ class GenerationOptions(TypedDict, total=False):
     top_p: float
     min_p: float
     repeat_penalty: float
+    repeat_last_n: int
     seed: int | None
     frequency_penalty: float
     presence_penalty: float

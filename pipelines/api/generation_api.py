@@ -349,10 +349,13 @@ class GenerationApi(ModelApi):
         names = ("temperature", "temperature_schedule", "top_p", "min_p", "repeat_penalty")
         options = [("repeat_penalty", body.repetition_penalty), *((name, getattr(body, name)) for name in names)]
         given = {name: value for name, value in options if value is not None}
+        if body.repetition_penalty is not None:
+            # HF's and vLLM's name; their penalty counts all tokens.
+            given["repeat_last_n"] = -1
         if body.top_k is not None:
             given["top_k"] = max(body.top_k, 0)
-        return replace(
-            self.sampling, **given,
+        return self.sampling.with_options(
+            **given,
             # Each choice has its own seed, so that choices differ and each is reproducible.
             # As in vLLM and llama.cpp, -1 means a random seed.
             seed=None if body.seed in (None, -1) else (body.seed + choice) % 2**64,

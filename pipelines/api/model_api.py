@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -292,7 +292,7 @@ def default_sampling(manifest: Manifest, limits: Limits) -> Sampling:
     """
     found = model_sampling(manifest.generation) or Sampling(TEMPERATURE)
     given = {"temperature": limits.temperature, "repeat_penalty": limits.repeat_penalty}
-    return replace(found, **{name: value for name, value in given.items() if value is not None})
+    return found.with_options(**{name: value for name, value in given.items() if value is not None})
 
 
 def unknown_model(name: str | None, known: Iterable[str]) -> ApiError:

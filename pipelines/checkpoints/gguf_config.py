@@ -26,9 +26,15 @@ _TOKENIZER = "tokenizer.ggml."
 _TOKEN_IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 
 _SAMPLING = "general.sampling."
-_PENALTY = "penalty_repeat"
+_PENALTY, _PENALISED = "penalty_repeat", "penalty_last_n"
 # From GGUF's key to HF's; castiron ignores Mirostat, XTC and the order of samplers.
-_SAMPLING_KEYS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", _PENALTY: "repetition_penalty"}
+_SAMPLING_KEYS = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", _PENALTY: "repetition_penalty",
+    _PENALISED: "repeat_last_n",
+}  # fmt: skip
+_INTEGERS = ("top_k", _PENALISED)
+# llama.cpp's default of `penalty_last_n`, and the value for all tokens, as HF counts them.
+_LAST_N, _ALL = 64, -1
 # Values of sampling options must be below this limit, because GGUF's integers have 32 bits.
 _MAX_OPTION = 2**31
 
@@ -103,6 +109,8 @@ def sampling_config(file: GgufFile) -> dict[str, float]:
     """Return a GGUF file's default sampling options, with the keys of generation_config.json."""
     metadata = Metadata(file, _SAMPLING)
     found = {own: value for key, own in _SAMPLING_KEYS.items() if (value := metadata.real(key)) is not None}
+    if "repetition_penalty" in found:
+        found.setdefault("repeat_last_n", _LAST_N)
     # Return the shortest decimal, 0.7, and not the f32's 0.699999988.
     return {own: float(f"{value:.7g}") for own, value in found.items()}
 
@@ -110,12 +118,16 @@ def sampling_config(file: GgufFile) -> dict[str, float]:
 def sampling_metadata(generation: Mapping) -> dict[str, int | float]:
     """Return the GGUF metadata for the sampling options in a generation_config.json."""
     greedy = generation.get("do_sample") is False
-    keys = [_PENALTY] if greedy else _SAMPLING_KEYS
+    keys = [_PENALTY, _PENALISED] if greedy else _SAMPLING_KEYS
     stated = {key: generation.get(_SAMPLING_KEYS[key]) for key in keys}
     found = {key: value for key, value in stated.items() if isinstance(value, int | float) and abs(value) < _MAX_OPTION}
     if generation.get("do_sample"):
         found.setdefault("temp", 1.0)
-    return {_SAMPLING + key: max(0, int(value)) if key == "top_k" else float(value) for key, value in found.items()}
+    if "top_k" in found:
+        found["top_k"] = max(0, found["top_k"])
+    if _PENALTY in found:
+        found.setdefault(_PENALISED, _ALL)
+    return {_SAMPLING + key: int(value) if key in _INTEGERS else float(value) for key, value in found.items()}
 
 
 def _check_sizes(config: dict, metadata: Metadata, row: Architecture) -> None:

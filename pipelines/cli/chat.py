@@ -10,7 +10,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -266,7 +265,7 @@ def change(chat: "Chat", name: str, value: str) -> None:
     elif name in SAMPLING:
         number = None if name == "seed" and value == NONE else _number(name, value, SAMPLING[name])
         field = name.replace("-", "_")
-        sampling = replace(chat.sampler.sampling, **{field: number})
+        sampling = chat.sampler.sampling.with_options(**{field: number})
         chat.sampler = Sampler(sampling)
         if field in options.DRAWING and number is not None and not sampling.temperature:
             print_message(f"{name} has no effect without a temperature: /set temperature 0.7")

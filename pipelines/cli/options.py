@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -333,7 +332,7 @@ def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None =
     own = None if generation is None else model_sampling(generation)
     given = {name: getattr(args, name) for name in (*DRAWING, "temperature", "temperature_schedule", "repeat_penalty")}
     given = {name: value for name, value in given.items() if value is not None}
-    sampling = replace(own or Sampling(), **given)
+    sampling = (own or Sampling()).with_options(**given)
     idle = [f"--{name.replace('_', '-')}" for name in DRAWING if name in given]
     if idle and not sampling.is_random:
         names = ", ".join(idle)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from castiron.pipelines.engine.sampling import NEAR, REPEAT_WINDOW, Sampler, lead
+from castiron.pipelines.engine.sampling import NEAR, Sampler, lead
 from castiron.pipelines.errors import PipelineError
 
 
@@ -104,7 +104,7 @@ class TokenFilter:
 class Chooser:
     """The choice of the tokens of one request: `pick` returns the next token, `accept` appends it.
 
-    `recent`: the last REPEAT_WINDOW tokens of prompt and answer, for the repeat penalty.
+    `recent`: the tokens of prompt and answer to which the repeat penalty applies.
     `counts`: how often each token was generated, for the frequency and presence penalties.
 
     Greedy decoding without penalties does not use or update these two.
@@ -112,7 +112,7 @@ class Chooser:
 
     def __init__(self, sampler: Sampler, constraint: Constraint | None = None, recent: Sequence[int] = ()):
         self.sampler, self.constraint = sampler, constraint
-        self.recent, self.counts = list(recent[-REPEAT_WINDOW:]), Counter[int]()
+        self.recent, self.counts = sampler.sampling.penalised(recent), Counter[int]()
 
     @property
     def done(self) -> bool:
@@ -160,7 +160,7 @@ class Chooser:
             self.constraint.accept(token)
         if not self.sampler.sampling.needs_logits:
             return
-        self.recent = [*self.recent[1 - REPEAT_WINDOW :], token]
+        self.recent = self.sampler.sampling.penalised([*self.recent, token])
         self.counts[token] += 1
         # A forced token uses no random number.
         if not forced:

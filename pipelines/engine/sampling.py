@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from castiron.vmfb.program import NanLogitsError
 from castiron.vmfb.record import short
 from castiron.vmfb.session import Session
 
-# Number of last tokens to which the repeat penalty applies, as --repeat-last-n of llama.cpp.
+# Default number of last tokens to which the repeat penalty applies, as in llama.cpp and Ollama.
 REPEAT_WINDOW = 64
 # Size of the blocks in which weights are summed to draw a token.
 BLOCK = 256
@@ -29,6 +29,7 @@ BLOCK = 256
 NEAR, NEAR_DRAWN = 1e-4, 2e-5
 # Sampling fields of a generation_config.json, which are also fields of `Sampling`.
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")
+_PENALTY = ("repeat_penalty", "repeat_last_n")
 # A temperature_schedule: its shape, the temperature at its end, and its length in tokens.
 SCHEDULE = r"(constant|linear|cosine):([0-9]+|[0-9]*[.][0-9]+):([1-9][0-9]{0,8})"
 
@@ -40,6 +41,8 @@ class Sampling:
     temperature: 0 means greedy decoding.
     top_k, top_p, min_p, repeat_penalty: as in llama.cpp. The values top_k=0, top_p=1, min_p=0 and
         repeat_penalty=1 have no effect.
+    repeat_last_n: number of last tokens of prompt and answer to which the repeat penalty applies;
+        -1 for all, as in HF's generate.
     seed: generations with equal seeds have equal tokens; without a seed each generation differs.
     frequency_penalty, presence_penalty, logit_bias: as in OpenAI's API; logit_bias maps token
         ids to numbers that are added to the logits.
@@ -57,6 +60,7 @@ class Sampling:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     temperature_schedule: str | None = None
+    repeat_last_n: int = REPEAT_WINDOW
 
     def __post_init__(self):
         for name, is_valid, valid in (
@@ -65,6 +69,7 @@ class Sampling:
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("repeat_penalty", 0.01 <= self.repeat_penalty <= 100, "between 0.01 and 100"),
+            ("repeat_last_n", self.repeat_last_n >= -1, "-1 or more"),
             ("frequency_penalty", abs(self.frequency_penalty) < float("inf"), "a finite number"),
             ("presence_penalty", abs(self.presence_penalty) < float("inf"), "a finite number"),
             ("seed", self.seed is None or self.seed >= 0, "0 or more"),
@@ -72,6 +77,12 @@ class Sampling:
         ):
             if not is_valid:
                 raise PipelineError(f"{name.replace('_', '-')} is {getattr(self, name)}; it must be {valid}")
+
+    def with_options(self, **options: Any) -> Sampling:
+        """Return a copy with other options; a repeat_penalty counts REPEAT_WINDOW tokens unless repeat_last_n is given."""
+        if "repeat_penalty" in options:
+            options.setdefault("repeat_last_n", REPEAT_WINDOW)
+        return replace(self, **options)
 
     @cached_property
     def schedule(self) -> tuple[str, float, int] | None:
@@ -92,6 +103,12 @@ class Sampling:
         if shape == "cosine":
             share = (1 - math.cos(math.pi * share)) / 2
         return self.temperature + (last - self.temperature) * share
+
+    def penalised(self, history: Sequence[int]) -> Sequence[int]:
+        """Return the tokens of a text to which the repeat penalty applies; for a complete text, each of them once."""
+        if self.repeat_penalty == 1 or not self.repeat_last_n:
+            return []
+        return [*dict.fromkeys(history)] if self.repeat_last_n < 0 else history[-self.repeat_last_n :]
 
     @cached_property
     def biases(self) -> tuple[np.ndarray, np.ndarray]:
@@ -114,7 +131,7 @@ class Sampling:
 
     @property
     def settings(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in (*SAMPLED, "repeat_penalty")}
+        return {name: getattr(self, name) for name in (*SAMPLED, *_PENALTY)}
 
     def __str__(self) -> str:
         """Return the settings that differ from the defaults, such as "temperature 0.6, top-k 20".
@@ -124,7 +141,8 @@ class Sampling:
         usual = Sampling().settings
         parts = [] if self.temperature else ["greedy"]
         for name, value in self.settings.items():
-            if value != usual[name] and (self.temperature or name == "repeat_penalty"):
+            has_effect = self.repeat_penalty != 1 if name in _PENALTY else self.temperature
+            if value != usual[name] and has_effect:
                 parts.append(f"{name.replace('_', '-')} {value:g}")
         return ", ".join(parts)
 
@@ -132,10 +150,12 @@ class Sampling:
 def model_sampling(generation: Mapping[str, Any]) -> Sampling | None:
     """Return the sampling options in a model's generation_config.json, or None if it has none.
 
-    As in `generate` of HF transformers, do_sample false means greedy decoding. Three things differ:
+    As in `generate` of HF transformers, do_sample false means greedy decoding, and the repetition
+    penalty counts all tokens. Two things differ:
     - temperature, top_k, top_p and min_p have an effect even if do_sample is missing;
-    - a missing top_k is 0 (no limit), where HF's is 50;
-    - the repetition penalty counts the last REPEAT_WINDOW tokens, where HF's counts all tokens.
+    - a missing top_k is 0 (no limit), where HF's is 50.
+
+    `repeat_last_n` limits the tokens that the repetition penalty counts; only GGUF files have it.
 
     generation: the content of the file. Raises PipelineError for a value outside its range.
     """
@@ -150,8 +170,11 @@ def model_sampling(generation: Mapping[str, Any]) -> Sampling | None:
     if "top_k" in stated:
         # Some files have -1 for no limit.
         stated["top_k"] = max(0, int(stated["top_k"]))
+    if penalty is not None and penalty != 1:
+        last = _number(generation, "repeat_last_n")
+        stated |= {"repeat_penalty": penalty, "repeat_last_n": -1 if last is None else int(last)}
     try:
-        return Sampling(**stated, repeat_penalty=1.0 if penalty is None else penalty)
+        return Sampling(**stated)
     except PipelineError as error:
         raise _invalid(error) from None
 
@@ -193,7 +216,7 @@ class Sampler:
 
         Args:
             logits: f32 [vocab].
-            history: the tokens of prompt and answer so far.
+            history: the tokens of prompt and answer so far, at least those that the penalty counts.
             counts: how often each token was generated.
             check: whether the caller uses the second result; if false, it may be wrong.
         """
@@ -201,7 +224,7 @@ class Sampler:
         if sampling.shifts_logits:
             logits = shifted(logits, sampling, counts)
         if sampling.repeat_penalty != 1:
-            logits = penalise(logits.astype(np.float64), history[-REPEAT_WINDOW:], sampling.repeat_penalty)
+            logits = penalise(logits.astype(np.float64), sampling.penalised(history), sampling.repeat_penalty)
         temperature = sampling.temperature_at(sum(counts.values())) if sampling.schedule else sampling.temperature
         if not temperature:
             return int(logits.argmax()), not check or lead(logits) >= NEAR

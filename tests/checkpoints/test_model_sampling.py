@@ -6,16 +6,21 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
+from transformers import RepetitionPenaltyLogitsProcessor
 
+from castiron.pipelines.api.schemas import CompletionRequest
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.gguf_config import sampling_metadata
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.engine.sampling import Sampling, model_sampling
+from castiron.pipelines.engine.chooser import Chooser
+from castiron.pipelines.engine.sampling import Sampler, Sampling, model_sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import open_app
 from castiron.vmfb.bundle import open_bundle
@@ -40,10 +45,11 @@ def bundle(tmp_path_factory) -> Path:
     [
         ({}, None),
         ({"eos_token_id": 2, "max_length": 20}, None),
-        (OWN, Sampling(0.7, 20, 0.8, 0.0, 1.05)),
+        (OWN, Sampling(0.7, 20, 0.8, 0.0, 1.05, repeat_last_n=-1)),
         ({"do_sample": True}, Sampling(1.0)),
         ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, Sampling()),
-        ({"do_sample": False, "repetition_penalty": 1.1}, Sampling(repeat_penalty=1.1)),
+        ({"do_sample": False, "repetition_penalty": 1.1}, Sampling(repeat_penalty=1.1, repeat_last_n=-1)),
+        ({"do_sample": True, "repetition_penalty": 1.0}, Sampling(1.0)),
         ({"temperature": 0.6}, Sampling(0.6)),
         ({"do_sample": True, "min_p": 0.15, "top_p": None, "top_k": -1}, Sampling(1.0, 0, 1.0, 0.15)),
     ],
@@ -57,7 +63,13 @@ def test_a_gguf_file_states_its_sampling_defaults(tmp_path):
     stated = {"temp": 0.7, "top_k": 20, "top_p": 0.8, "penalty_repeat": 1.05, "mirostat": 0}
     path = write_llama(tmp_path / "tiny.gguf", {f"general.sampling.{key}": value for key, value in stated.items()})
     generation = open_checkpoint(path).generation_config
-    assert model_sampling(generation) == model_sampling(OWN)
+    # llama.cpp's penalty counts 64 tokens unless the file states another number; HF's counts all.
+    assert model_sampling(generation) == replace(model_sampling(OWN), repeat_last_n=64)
+    for last in (-1, 20):
+        keys = {f"general.sampling.{key}": value for key, value in {**stated, "penalty_last_n": last}.items()}
+        found = model_sampling(open_checkpoint(write_llama(tmp_path / f"{last}.gguf", keys)).generation_config)
+        assert found == replace(model_sampling(OWN), repeat_last_n=last)
+    stated["penalty_last_n"] = -1
     assert sampling_metadata(OWN) == {f"general.sampling.{key}": value for key, value in stated.items() if key != "mirostat"}
     assert sampling_metadata({"do_sample": False, "temperature": 0.6}) == {}
     assert sampling_metadata({"do_sample": True}) == {"general.sampling.temp": 1.0}
@@ -73,6 +85,31 @@ def test_a_generation_config_out_of_range_ends_in_one_line(generation):
     with pytest.raises(PipelineError, match=r"^invalid generation_config.json .* compile the model again$") as error:
         model_sampling(generation)
     assert len(str(error.value)) < 300
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(0.5, 2), st.integers(0, 300), st.integers(0, 99))
+def test_the_repetition_penalty_counts_the_complete_context_as_in_hf(penalty, length, seed):
+    rng = np.random.default_rng(seed)
+    context = rng.integers(0, 40, length).tolist()
+    chooser = Chooser(Sampler(model_sampling({"repetition_penalty": penalty})), recent=context)
+    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    for logits in rng.normal(size=(30, 50)).astype(np.float32):
+        expected = processor(torch.tensor([context], dtype=torch.long), torch.from_numpy(logits[None].copy()))[0]
+        token = chooser.pick(int(logits.argmax()), lambda logits=logits: logits)
+        assert token == int(expected.argmax())
+        chooser.accept(token)
+        context.append(token)
+
+
+@pytest.mark.parametrize(("name", "last"), [("repeat_penalty", 64), ("repetition_penalty", -1)])
+def test_a_requests_penalty_counts_the_tokens_that_its_name_implies(name, last, bundle):
+    """repeat_penalty is llama.cpp's name, and repetition_penalty that of HF and vLLM."""
+    with TestClient(open_app(open_bundle(bundle), threads=1)) as client:
+        api = client.app.api
+        found = api.sampling_of(CompletionRequest.model_validate({"prompt": "abc", name: 1.3}))
+        assert (found.repeat_penalty, found.repeat_last_n) == (1.3, last)
+        assert api.sampling_of(CompletionRequest.model_validate({"prompt": "abc"})) == model_sampling(OWN)
 
 
 @given(st.dictionaries(st.sampled_from([*OWN, "min_p"]), st.none() | st.booleans() | st.floats() | st.integers() | st.text()))
@@ -146,5 +183,5 @@ def test_server_defaults_to_the_models_sampling(bundle, tmp_path):
             for more in ({}, {"temperature": 0.5}, {"top_k": 0, "repetition_penalty": 1, "min_p": 0.1}):
                 assert client.post("/v1/completions", json={**body, **more}).status_code == 200
         found = [replace(request.chooser.sampler.sampling, logit_bias={}) for request in asked[-3:]]
-        expected = [own, replace(own, temperature=0.5), replace(own, top_k=0, repeat_penalty=1, min_p=0.1)]
+        expected = [own, replace(own, temperature=0.5), replace(own, top_k=0, repeat_penalty=1, min_p=0.1, repeat_last_n=-1)]
         assert found == expected

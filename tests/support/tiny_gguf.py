@@ -24,13 +24,14 @@ LLAMA_SIZES = {
 
 
 def write_gguf(path: Path, arch: str, metadata: dict, tensors: dict) -> Path:
-    """Write a GGUF file with integers as u32.
+    """Write a GGUF file with integers as u32, and negative ones as i32.
 
     tensors: name -> f32 array, or (array, gguf quantisation type); a u8 array has that type already.
     """
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
-        scalars = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        integer = writer.add_int32 if isinstance(value, int) and value < 0 else writer.add_uint32
+        scalars = {bool: writer.add_bool, int: integer, float: writer.add_float32, str: writer.add_string}
         add = scalars.get(type(value), lambda key, value: writer.add_array(key, list(value)))
         add(key, value)
     for name, tensor in tensors.items():
