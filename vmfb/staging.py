@@ -27,6 +27,8 @@ except ImportError:
 
 _STAGING = re.compile(r"\..*\.castiron-[0-9a-f]{8}", re.DOTALL)
 _LOCK, _NEW, _PREVIOUS = "lock", "new", "previous"
+# Modes of files and folders that only their owner may read.
+PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 # Without locks, a staging folder of this age counts as left by a killed writer.
 ABANDONED_SECONDS = 86400.0
 
@@ -38,13 +40,15 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def replace_file(path: Path) -> Iterator[BinaryIO]:
+def replace_file(path: Path, private: bool = False) -> Iterator[BinaryIO]:
     """Yield a file that replaces `path` when the `with` block ends.
 
-    If the block raises an error, `path` is unchanged.
+    If the block raises an error, `path` is unchanged. private: whether only the owner may read it.
     """
     with naming(path), _staging(path) as staging:
         with open(staging / _NEW, "wb") as file:
+            if private:
+                os.chmod(staging / _NEW, PRIVATE_FILE)
             yield file
         os.replace(staging / _NEW, path)
 
@@ -102,7 +106,8 @@ def _staging(path: Path) -> Iterator[Path]:
         try:
             with locked(path.parent):
                 _remove_abandoned(path.parent)
-                staging.mkdir()
+                # Private, because the file that is written in it may be.
+                staging.mkdir(mode=PRIVATE_FOLDER)
                 (staging / _LOCK).touch()
                 lock.enter_context(_lock(staging / _LOCK))
             yield staging

@@ -47,17 +47,18 @@ class StateFile:
     tokens: np.ndarray
 
 
-def identity(manifest: Manifest) -> str:
+def identity(manifest: Manifest, salt: str = "") -> str:
     """Return the hash that identifies a bundle in state files, as 32 hex digits.
 
-    It is computed from the bundle's compiled modules and weights.
+    It is computed from the bundle's compiled modules and weights. Prompts with different salts have
+    different states.
     """
     hashes = [manifest.files[name].sha256 for name in (*manifest.modules, WEIGHTS)]
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:32]
+    return hashlib.sha256("".join([*hashes, salt]).encode()).hexdigest()[:32]
 
 
 def write_state(path: Path, bundle: str, tokens: np.ndarray, rows: Sequence[np.ndarray]) -> int:
-    """Write a state file and return its size in bytes.
+    """Write a state file, which only its owner may read; return its size in bytes.
 
     bundle: hash of the bundle (see `identity`).
     tokens: i32 `[n]`, the tokens of the sequence.
@@ -71,7 +72,7 @@ def write_state(path: Path, bundle: str, tokens: np.ndarray, rows: Sequence[np.n
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
-    with replace_file(path) as file:
+    with replace_file(path, private=True) as file:
         file.writelines((FORMAT, digest.hexdigest().encode(), b"\n", *parts))
         return file.tell()
 

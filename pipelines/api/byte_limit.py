@@ -12,6 +12,8 @@ from castiron.pipelines.text.grammar import Grammar
 
 # Client of the request that the current asyncio task handles.
 CLIENT: ContextVar[str] = ContextVar("client", default="")
+# Its salt for the prefix cache: prompts with different salts share no prefix.
+CACHE_SALT: ContextVar[str] = ContextVar("cache_salt", default="")
 # Bytes in memory of a token's log-probability and of each of its top_logprobs, including their JSON.
 TOKEN_BYTES, TOP_BYTES = 1_200, 800
 # Log-probabilities and grammars of all clients may use 1/PART of the machine's memory; one client may use 1/CLIENT_PART of

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from castiron.pipelines.api.answer_format import AnswerFormat, CallableTools, callable_tools, requested_format
 from castiron.pipelines.api.api_errors import invalid, unsupported
 from castiron.pipelines.api.async_engine import AsyncEngine, Job
-from castiron.pipelines.api.byte_limit import CLIENT, answer_limit, reserve_answer
+from castiron.pipelines.api.byte_limit import CACHE_SALT, CLIENT, answer_limit, reserve_answer
 from castiron.pipelines.api.chat_records import FreeformTool
 from castiron.pipelines.api.model_api import Limits, ModelApi, default_sampling, run_in_thread
 from castiron.pipelines.api.replies import ChatReply, ChoicesReply, CompletionReply, Echo, Reply
@@ -277,7 +277,8 @@ class GenerationApi(ModelApi):
             "stop_strings": body.stop or (), "stop_tokens": (*ends, *more),
             "top_logprobs": top, "prompt_logprobs": prompt_logprobs, "grammar": grammar,
             "reasoning_budget": body.reasoning_budget,
-            "repetition_stop": bool(body.repetition_stop), "client": client, "priority": body.priority or 0,
+            "repetition_stop": bool(body.repetition_stop), "client": client, "cache_salt": CACHE_SALT.get(),
+            "priority": body.priority or 0,
         } | options  # fmt: skip
         rules: TokenFilter | None = None
         if min_tokens or body.allowed_token_ids or body.bad_words:

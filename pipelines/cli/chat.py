@@ -328,6 +328,8 @@ class ChatInput:
 
 
 def _prompt_session(history: Path | None) -> Any:
+    from castiron.vmfb.staging import PRIVATE_FILE, PRIVATE_FOLDER
+
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import Completer, DummyCompleter, PathCompleter, WordCompleter
@@ -358,8 +360,9 @@ def _prompt_session(history: Path | None) -> Any:
     stored = None
     if history:
         try:
-            history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            history.open("ab").close()
+            history.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+            history.touch(mode=PRIVATE_FILE)
+            history.chmod(PRIVATE_FILE)
             stored = FileHistory(history)
         except OSError as error:
             print_message(f"{history}: {error.strerror}; this chat is not stored in the history")

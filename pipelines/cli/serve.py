@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="port to listen on; 0 is any (default: 8000)")
     parser.add_argument("--api-key", action="append", default=[], metavar="KEY",
                         help=f"require this key; may be repeated; also {KEY_VARIABLE}=KEY,KEY")  # fmt: skip
+    parser.add_argument("--share-prefixes", action="store_true",
+                        help="reuse prefixes of prompts also between keys, which can learn each other's prompts")  # fmt: skip
     parser.add_argument("--name", metavar="NAME", help="the model's name for clients (default: as MODEL was given)")
     add_options(parser, "-c --context")
     parser.add_argument("--quiet", action="store_true", help="do not log requests")
@@ -96,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
     with listen(args.host, args.port) as listening:
         local = ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback
         bundles = [open_model(path, args) for path in args.bundle]
-        metrics, access = Metrics(), Access(keys, pages, local)
+        metrics, access = Metrics(), Access(keys, pages, local, args.share_prefixes)
         open_one = lambda bundle, names, draft=None: open_api(
             bundle, metrics, names=names, store=prefix_store(args, bundle.manifest, is_automatic=local), draft=draft, **shared
         )

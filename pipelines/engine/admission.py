@@ -138,7 +138,7 @@ class Admission:
         """
         if request.paused:
             return max(1, len(request.prompt) - request.paused.position)
-        wanted = request.prompt, request.prompt_logprobs
+        wanted = request.prompt, request.prompt_logprobs, request.cache_salt
         cached = self.cache.longest(*wanted)
         if self.decoding and self.cache.fetching(*wanted):
             return 0
@@ -146,6 +146,8 @@ class Admission:
         return 0 if any(self._will_cache_more(r, request, cached) for r in older) else len(request.prompt) - cached
 
     def _will_cache_more(self, other: Request, request: Request, cached: int) -> bool:
+        if other.cache_salt != request.cache_salt:
+            return False
         common, wanted, given = common_prefix(request.prompt, other.prompt), request.prompt_logprobs, other.prompt_logprobs
         if wanted is None:
             return common > cached

@@ -52,12 +52,16 @@ class PrefixCache:
     another slot. If `store`, a cache on disk, has a longer prefix of the prompt than every slot,
     and this saves at least one prefill call, the states are read from disk.
 
+    A prompt reuses only states that were computed for its own salt, so clients with different salts
+    cannot learn each other's prompts from the number of cached tokens.
+
     sessions: the session of each slot.
     tokens: the text in each slot, as token ids, i32 [slots, context]; only the first
         `sessions[slot].position` ids are valid.
     scores: for each slot, the log-probabilities of the text's tokens except the first. Only
         requests with prompt_logprobs compute them, and such requests reuse only a prefix that has
         them.
+    salts: the salt of the text in each slot.
     """
 
     def __init__(self, sessions: Sequence, store: PrefixStore | None = None, score_width: int = 1):
@@ -70,16 +74,19 @@ class PrefixCache:
         self.sessions, self.store, self.score_width = sessions, store, score_width
         self.tokens = np.zeros((len(sessions), sessions[0].context), np.int32)
         self.scores: list[list[Score]] = [[] for _ in sessions]
+        self.salts = [""] * len(sessions)
         # For each slot the value of the counter `_clock` when the slot was last used.
         self.used = [0] * len(sessions)
         self._clock = 0
 
-    def cached_in(self, prompt: np.ndarray, slot: int, top: int | None = None) -> int:
+    def cached_in(self, prompt: np.ndarray, slot: int, top: int | None = None, salt: str = "") -> int:
         """Return how many tokens of `prompt`, i32 [n], can be reused from a slot's KV cache.
 
         top: the request's option prompt_logprobs, or None. If it is a number, a token can be reused
             only if its log-probability and those of the `top` most probable tokens are cached too.
         """
+        if self.salts[slot] != salt:
+            return 0
         session, scores = self.sessions[slot], self.scores[slot]
         found = common_prefix(self.tokens[slot, : session.position], prompt)
         if top is not None:
@@ -96,36 +103,42 @@ class PrefixCache:
         """
         return max(0, cached - 1) // self.score_width * self.score_width
 
-    def longest(self, prompt: np.ndarray, top: int | None = None) -> int:
+    def store_of(self, salt: str) -> PrefixStore | None:
+        """Return the cache on disk for prompts with `salt`; None without a cache on disk."""
+        return self.store and self.store.salted(salt)
+
+    def longest(self, prompt: np.ndarray, top: int | None = None, salt: str = "") -> int:
         """Return the length of the longest prefix of `prompt` that is in a slot or on disk.
 
         top: the request's option prompt_logprobs, or None. If it is a number, a token counts only
             if its log-probability is cached too.
         """
-        return max(*self._cached(prompt, top), self._on_disk(prompt, top))
+        return max(*self._cached(prompt, top, salt), self._on_disk(prompt, top, salt))
 
-    def fetching(self, prompt: np.ndarray, top: int | None = None) -> bool:
+    def fetching(self, prompt: np.ndarray, top: int | None = None, salt: str = "") -> bool:
         """Return whether the longest cached prefix of `prompt` is still being read from disk.
 
         The first call for a prefix starts to read it in another thread.
 
         top: the request's option prompt_logprobs, or None.
         """
-        longer = self.store and self._on_disk(prompt, top) >= max(self._cached(prompt, top)) + self.store.width
-        return bool(longer and self.store.fetching(self.sessions[0], prompt))
+        store = self.store_of(salt)
+        longer = store and self._on_disk(prompt, top, salt) >= max(self._cached(prompt, top, salt)) + store.width
+        return bool(longer and store.fetching(self.sessions[0], prompt))
 
-    def _cached(self, prompt: np.ndarray, top: int | None) -> list[int]:
-        return [self.cached_in(prompt, slot, top) for slot in range(len(self.sessions))]
+    def _cached(self, prompt: np.ndarray, top: int | None, salt: str) -> list[int]:
+        return [self.cached_in(prompt, slot, top, salt) for slot in range(len(self.sessions))]
 
-    def _on_disk(self, prompt: np.ndarray, top: int | None) -> int:
+    def _on_disk(self, prompt: np.ndarray, top: int | None, salt: str) -> int:
         """Return how many of the first tokens of `prompt` are in the store on disk.
 
         top: the request's option prompt_logprobs, or None. If it is a number, the result is 0,
             because the store has no log-probabilities.
         """
-        return self.store.lookup(self.sessions[0], prompt) if self.store and top is None else 0
+        store = self.store_of(salt)
+        return store.lookup(self.sessions[0], prompt) if store and top is None else 0
 
-    def take(self, prompt: np.ndarray, free: Collection[int], top: int | None = None) -> tuple[int, int]:
+    def take(self, prompt: np.ndarray, free: Collection[int], top: int | None = None, salt: str = "") -> tuple[int, int]:
         """Prepare a slot for `prompt`; return (slot, number of prompt tokens that it already has).
 
         If another slot or the store on disk has a longer prefix of the prompt than the chosen slot,
@@ -135,12 +148,12 @@ class PrefixCache:
         top: the request's option prompt_logprobs, or None. If it is a number, a token can be reused
             only if its log-probability is cached too.
         """
-        cached = self._cached(prompt, top)
+        cached, store = self._cached(prompt, top, salt), self.store_of(salt)
         best = max(cached)
-        if self.store and self._on_disk(prompt, top) >= best + self.store.width:
+        if store and self._on_disk(prompt, top, salt) >= best + store.width:
             slot = self._unused_longest(free)
-            if found := self.store.take(self.sessions[slot], prompt):
-                self._replace(slot, prompt[:found])
+            if found := store.take(self.sessions[slot], prompt):
+                self._replace(slot, prompt[:found], salt)
                 return slot, found
         slot = max(free, key=lambda s: (cached[s], -s))
         continues = cached[slot] == best and self.sessions[slot].position - best <= REWRITTEN
@@ -148,25 +161,26 @@ class PrefixCache:
             # The prompt shares only a part of that slot's tokens: copy them to another slot.
             slot = self._unused_longest(free)
         source = slot if cached[slot] == best else cached.index(best)
-        if self.store and top is None:
-            best = self._storable(self.sessions[source], prompt, best)
+        if store and top is None:
+            best = self._storable(store, self.sessions[source], prompt, best)
         move_to(self.sessions[slot], best, source=self.sessions[source])
         self.tokens[slot, :best] = self.tokens[source, :best]
         # Logits give the score of the next token, so there is one score less than tokens.
         self.scores[slot] = self.scores[source][: best if top is not None else max(0, best - 1)]
+        self.salts[slot] = salt
         self.touch(slot)
         return slot, best
 
-    def _storable(self, source: Session, prompt: np.ndarray, cached: int) -> int:
+    def _storable(self, store: PrefixStore, source: Session, prompt: np.ndarray, cached: int) -> int:
         """Return how many of the `cached` tokens of `prompt` to reuse from the session `source`.
 
         The store on disk accepts a KV cache only if it was computed in prefill calls of the maximum
         size. So if a longer prefix of `prompt` will be stored, only the tokens of complete calls of
         this size are reused, and the result may be less than `cached`.
         """
-        start = min(source.chunked_tokens, cached // self.store.width * self.store.width)
-        is_near = cached - start < self.store.width and source.reachable(start) == start
-        return start if is_near and self.store.will_store(source, prompt, start) else cached
+        start = min(source.chunked_tokens, cached // store.width * store.width)
+        is_near = cached - start < store.width and source.reachable(start) == start
+        return start if is_near and store.will_store(source, prompt, start) else cached
 
     def _unused_longest(self, slots: Collection[int]) -> int:
         return min(slots, key=lambda s: (self.used[s], s))
@@ -180,14 +194,14 @@ class PrefixCache:
         end = self.sessions[slot].position
         self.tokens[slot, end - len(tokens) : end] = tokens
 
-    def resume(self, paused: Paused, tokens: Sequence[int], free: Collection[int]) -> int:
+    def resume(self, paused: Paused, tokens: Sequence[int], free: Collection[int], salt: str = "") -> int:
         """Copy a preempted request's KV cache to one of the `free` slots; return this slot.
 
         tokens: the request's prompt and answer so far.
         """
         slot = self._unused_longest(free)
         paused.resume(self.sessions[slot])
-        self._replace(slot, tokens[: paused.position])
+        self._replace(slot, tokens[: paused.position], salt)
         return slot
 
     def load(self, rows: Sequence[np.ndarray], tokens: np.ndarray) -> None:
@@ -198,10 +212,10 @@ class PrefixCache:
         """
         slot = self._unused_longest(range(len(self.sessions)))
         self.sessions[slot].take(rows, len(tokens))
-        self._replace(slot, tokens)
+        self._replace(slot, tokens, "")
 
-    def _replace(self, slot: int, tokens: Sequence[int] | np.ndarray) -> None:
-        self.tokens[slot, : len(tokens)], self.scores[slot] = tokens, []
+    def _replace(self, slot: int, tokens: Sequence[int] | np.ndarray, salt: str) -> None:
+        self.tokens[slot, : len(tokens)], self.scores[slot], self.salts[slot] = tokens, [], salt
         self.touch(slot)
 
     def touch(self, slot: int) -> None:

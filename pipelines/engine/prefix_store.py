@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +18,7 @@ from castiron.pipelines.terminal import megabytes, print_message
 from castiron.vmfb.disk import reason
 from castiron.vmfb.manifest import Manifest
 from castiron.vmfb.session import Session
-from castiron.vmfb.staging import remove_abandoned
+from castiron.vmfb.staging import PRIVATE_FOLDER, remove_abandoned
 from castiron.vmfb.state_file import StateError, StateFile, file_bytes, identity, read_head, read_rows, write_state
 
 # Default of the max bytes of all states in a directory.
@@ -27,6 +28,8 @@ MIN_CHUNKS = 2
 # Min tokens of a prefix that a server stores without being asked: fewer are computed in seconds.
 LONG_PREFIX = 2048
 SUFFIX = ".state"
+# Names of the folders and, before the suffix, of the files in a store's directory, which may have other files too.
+_NAME = re.compile(r"[0-9a-f]{32}")
 # Max states that are read from disk into memory for requests that wait for a slot.
 MAX_FETCHED = 4
 # Seconds between listings of the directory, which find states that other processes added.
@@ -55,14 +58,18 @@ class PrefixStore:
     write a state are printed on stderr.
     """
 
-    def __init__(self, directory: Path | str, manifest: Manifest, max_bytes: int = MAX_BYTES, min_tokens: int = 0):
-        self.directory, self.bundle, self.max_bytes = Path(directory), identity(manifest), max_bytes
+    def __init__(
+        self, directory: Path | str, manifest: Manifest, max_bytes: int = MAX_BYTES, min_tokens: int = 0, salt: str = ""
+    ):
+        """Open the store in `directory`, with the states of prompts with `salt`."""
+        self.directory, self.manifest, self.max_bytes, self.salt = Path(directory), manifest, max_bytes, salt
+        self.bundle = identity(manifest, salt)
         self.folder = self.directory / self.bundle
         self.width = max(manifest.widths("prefill"), default=1)
         self.min_tokens = max(min_tokens, MIN_CHUNKS * self.width)
         try:
             # Prompts can be read from states: only the owner may read them.
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.directory.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
         except OSError as error:
             raise PipelineError(f"cannot create the directory {directory} of --prefix-cache: {reason(error)}") from None
         self._known: dict[str, StateFile] = {}
@@ -73,6 +80,13 @@ class PrefixStore:
         self._writing: Future | None = None
         self._fetched: dict[str, Future[list[np.ndarray]]] = {}
         self._writable = True
+        self._salted: dict[str, PrefixStore] = {salt: self}
+
+    def salted(self, salt: str) -> PrefixStore:
+        """Return the store of the states of prompts with `salt`, in the same directory."""
+        if salt not in self._salted:
+            self._salted[salt] = PrefixStore(self.directory, self.manifest, self.max_bytes, self.min_tokens, salt)
+        return self._salted[salt]
 
     def lookup(self, session: Session, prompt: np.ndarray) -> int:
         """Return the length in tokens of the longest stored prefix of `prompt`, i32 [n], or 0.
@@ -153,8 +167,9 @@ class PrefixStore:
 
     def finish(self) -> None:
         """Wait until the KV caches passed to `save` are written."""
-        if self._writing:
-            self._writing.result()
+        for store in self._salted.values():
+            if store._writing:
+                store._writing.result()
 
     def _positions(self, session: Session, prompt: np.ndarray) -> set[int]:
         found, _ = self._longest(session, prompt)
@@ -215,6 +230,10 @@ class PrefixStore:
             return 0
         name = hashlib.sha256(tokens.tobytes()).hexdigest()[:32] + SUFFIX
         try:
+            # The directory may have existed before, with a mode of its owner's choice.
+            self.folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+            with contextlib.suppress(PermissionError):
+                self.folder.chmod(PRIVATE_FOLDER)
             written = write_state(self.folder / name, self.bundle, tokens, rows)
             self._rejected.discard(name)
             self._next_listing = 0.0
@@ -227,12 +246,12 @@ class PrefixStore:
 
     def _evict(self) -> None:
         found = []
-        for folder in self.directory.glob("*/"):
+        for folder in (path for path in self.directory.iterdir() if _NAME.fullmatch(path.name) and not path.is_symlink()):
             remove_abandoned(folder)
-        for path in self.directory.glob(f"*/[!.]*{SUFFIX}"):
-            with contextlib.suppress(FileNotFoundError):
-                stat = path.stat()
-                found.append((stat.st_mtime_ns, stat.st_size, path))
+            for path in (path for path in folder.glob(f"*{SUFFIX}") if _NAME.fullmatch(path.stem)):
+                with contextlib.suppress(FileNotFoundError):
+                    stat = path.lstat()
+                    found.append((stat.st_mtime_ns, stat.st_size, path))
         total = sum(size for _, size, _ in found)
         for _, size, path in sorted(found):
             if total <= self.max_bytes:

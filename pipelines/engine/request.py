@@ -166,6 +166,7 @@ class Request:
         prompt_logprobs: int | None = None,
         output: Output | None = None,
         client: str = "",
+        cache_salt: str = "",
         priority: int = 0,
         on_prefill: Callable[[int, int], None] | None = None,
     ):
@@ -185,6 +186,7 @@ class Request:
                 the prompt. If given, max_tokens may be 0, and the events report the stop token.
             output: converts tokens to events; by default a TokenOutput.
             client: name of the client; clients get equal shares of the slots.
+            cache_salt: the prompt reuses only KV caches of requests with the same salt.
             priority: requests with a lower number run first.
             on_prefill: called with (tokens read, tokens of the prompt) after each prefill call.
 
@@ -207,7 +209,7 @@ class Request:
         self.prompt = np.asarray(prompt)
         self.stop_tokens = None if stop_tokens is None else frozenset(stop_tokens)
         self.top_logprobs, self.prompt_logprobs = top_logprobs, prompt_logprobs
-        self.client, self.priority, self.on_prefill = client, priority, on_prefill
+        self.client, self.cache_salt, self.priority, self.on_prefill = client, cache_salt, priority, on_prefill
         self.output = output or TokenOutput()
         sampler = sampling if isinstance(sampling, Sampler) else Sampler(sampling)
         self.chooser = Chooser(sampler, constraint, [*prompt])

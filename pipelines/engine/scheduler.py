@@ -176,7 +176,7 @@ class Scheduler:
                     # Copying, or reading from disk, may take as long as a chunk.
                     return True
             session, left = self.batch.slots[slot], self._unread(slot, request)
-            store, is_interleaved = self.cache.store, bool(self.decoding.keys() - {slot})
+            store, is_interleaved = self.cache.store_of(request.cache_salt), bool(self.decoding.keys() - {slot})
             if is_interleaved and store and slot not in forced and session.position == session.chunked_tokens:
                 # Read full chunks, because a state after narrower ones is not stored.
                 is_interleaved = not store.will_store(session, request.prompt, session.position)
@@ -227,12 +227,12 @@ class Scheduler:
     def _start(self, request: Request) -> int:
         free = self.requests.free
         if paused := request.paused:
-            slot = self.cache.resume(paused, [*request.prompt, *request.tokens], free)
+            slot = self.cache.resume(paused, [*request.prompt, *request.tokens], free, request.cache_salt)
             self.waiting.remove(request)
             (self.prefilling if paused.prefilling else self.decoding)[slot] = request
             request.paused = None
             return slot
-        slot, request.cached = self.cache.take(request.prompt, free, request.prompt_logprobs)
+        slot, request.cached = self.cache.take(request.prompt, free, request.prompt_logprobs, request.cache_salt)
         if request.prompt_logprobs is not None:
             request.scores = self.cache.scores[slot]
         self.waiting.remove(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import ipaddress
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from castiron.pipelines.api.api_errors import ApiError, api_error, http_error
 from castiron.pipelines.api.async_engine import AsyncEngine
-from castiron.pipelines.api.byte_limit import CLIENT, ByteLimit
+from castiron.pipelines.api.byte_limit import CACHE_SALT, CLIENT, ByteLimit
 from castiron.pipelines.api.embeddings import EmbeddingsApi, EmbeddingsEngine
 from castiron.pipelines.api.generation_api import GenerationApi
 from castiron.pipelines.api.model_api import Limits, ModelApi, names_of
@@ -56,14 +57,17 @@ def api_key(scope: Scope) -> bytes:
 class Access:
     """The access rules of a server: which requests it accepts, and which client sent a request."""
 
-    def __init__(self, keys: Sequence[str] = (), origins: Sequence[str] = (), local: bool = False):
+    def __init__(
+        self, keys: Sequence[str] = (), origins: Sequence[str] = (), local: bool = False, share_prefixes: bool = False
+    ):
         """Accept requests with one of the `keys`, or all requests if there are no keys.
 
         `origins`: sites whose pages may send requests, "*" for all. `local`: whether the server
-        listens on this machine only.
+        listens on this machine only. `share_prefixes`: whether a prompt may reuse the prefixes of
+        prompts that were sent with other keys.
         """
         self.keys = [key.encode(errors="surrogateescape") for key in keys]
-        self.origins, self.local = origins, local
+        self.origins, self.local, self.share_prefixes = origins, local, share_prefixes
         self.names = {urlsplit(origin).hostname for origin in origins}
 
     def key(self, scope: Scope) -> int | None:
@@ -82,6 +86,10 @@ class Access:
         """
         key = self.key(scope)
         return _network((scope.get("client") or ("",))[0]) if key is None else f"key {key}"
+
+    def cache_salt(self, scope: Scope) -> str:
+        """Return the salt of a request's prompts: a hash of its key, so that it survives a restart."""
+        return hashlib.sha256(api_key(scope)).hexdigest() if self.keys and not self.share_prefixes else ""
 
     def is_host_allowed(self, scope: Scope) -> bool:
         """Return whether the server accepts the request's Host header.
@@ -121,6 +129,7 @@ def open_app(
     api_keys: Sequence[str] = (),
     cors: Sequence[str] = (),
     local: bool = False,
+    share_prefixes: bool = False,
     quiet: bool = True,
     **options,
 ) -> App:
@@ -133,11 +142,13 @@ def open_app(
         api_keys: a request must have one of these keys; without keys, every request is accepted.
         cors: origins whose pages may send requests, "*" for all.
         local: whether the server listens on this machine only.
+        share_prefixes: whether a prompt may reuse prefixes of prompts sent with other keys.
         quiet: do not log requests on stderr.
         options: keyword arguments of `open_api`.
     """
     metrics = Metrics()
-    return App(ModelPool.single(open_api(bundle, metrics, **options)), metrics, Access(api_keys, cors, local), quiet=quiet)
+    access = Access(api_keys, cors, local, share_prefixes)
+    return App(ModelPool.single(open_api(bundle, metrics, **options)), metrics, access, quiet=quiet)
 
 
 def open_api(
@@ -304,4 +315,5 @@ class App:
             await error_response(ApiError(403, message, code="unknown_host"), scope["path"])(scope, receive, send)
         else:
             CLIENT.set(exchange_of(scope).client)
+            CACHE_SALT.set(self.access.cache_salt(scope))
             await self.app(scope, receive, send)

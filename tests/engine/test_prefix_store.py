@@ -258,6 +258,65 @@ def test_evicts_the_states_unused_longest(llama, tmp_path):
     assert len(list(path.parent.glob("[!.]*"))) == 2
 
 
+def test_evicts_no_files_of_others(llama, tmp_path):
+    """A directory of the user's may have folders and files with names like those of states."""
+    directory = tmp_path / "states"
+    outside = tmp_path / "outside"
+    names = [directory / "save" / f"{'0' * 32}.state", directory / ("a" * 32) / "game.state", outside / f"{'1' * 32}.state"]
+    for path in names:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(1000))
+        os.utime(path, (0, 0))
+    (directory / ("b" * 32)).symlink_to(outside)
+    session = Session(llama, 1)
+    read(session, stored(llama, tmp_path), TOKENS)
+    size = next(stored(llama, tmp_path).folder.iterdir()).stat().st_size
+    session.rewind(0)
+    read(session, stored(llama, tmp_path, max_bytes=size), OTHERS)
+    assert all(path.exists() for path in names) and len(list(stored(llama, tmp_path).folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+def test_only_the_owner_can_read_a_state(llama, tmp_path, umask):
+    """Also in a directory that existed before, and in the folder of a bundle that others could read."""
+    session, store = Session(llama, 1), stored(llama, tmp_path)
+    store.directory.chmod(0o777)
+    if umask != 0o022:
+        store.folder.mkdir(mode=0o755)
+        store.folder.chmod(0o755)
+    before = os.umask(umask)
+    try:
+        read(session, store, TOKENS)
+        session.rewind(0)
+        read(session, PrefixStore(tmp_path / "new" / "states", llama.manifest), TOKENS)
+    finally:
+        os.umask(before)
+    mode = lambda path: path.stat().st_mode & 0o777
+    assert mode(store.directory) == 0o777, "the mode of the user's directory is the user's"
+    assert mode(tmp_path / "new" / "states") == 0o700
+    for directory in (store.directory, tmp_path / "new" / "states"):
+        (folder,) = directory.iterdir()
+        assert mode(folder) == 0o700 and [mode(path) for path in folder.iterdir()] == [0o600]
+
+
+def test_a_prompt_reuses_states_of_its_own_salt_only(llama, tmp_path):
+    """Also after a restart; without a salt, states of no salt are used."""
+    salts, session = ("", "a", "b"), Session(llama, 1)
+    for salt in salts:
+        engine = Engine(llama, 1, store=stored(llama, tmp_path))
+        found = []
+        for other in salts:
+            request = Request(TOKENS, engine.context, max_tokens=1, cache_salt=other)
+            list(engine.submit(request))
+            found.append(request.cached > 0)
+            engine.scheduler.cache.store.finish()
+        # Each earlier engine has stored the states of all salts.
+        assert found == [salt != ""] * 3
+        engine.close()
+    store = stored(llama, tmp_path)
+    assert len(list(store.directory.iterdir())) == 3 and store.salted("c").lookup(session, TOKENS) == 0
+
+
 def test_a_reader_never_finds_an_incomplete_file(tmp_path):
     """A thread writes a state again and again while it is read."""
     rows, tokens, over = [np.arange(300_000, dtype=np.float32)], np.arange(9, dtype=np.int32), threading.Event()

@@ -190,22 +190,27 @@ def test_every_sequence_gets_the_same_tokens_as_by_itself(size, arrivals):
         assert list(scheduler.cache.tokens[slot, : session.position]) == session.stored
 
 
-@given(st.lists(st.tuples(PROMPTS, PROMPTS), min_size=2, max_size=8), st.integers(1, 4))
-def test_what_is_cached_is_not_computed_again(pairs, size):
-    """A request that comes alone reads only the tokens that no slot holds."""
+SALTED = st.lists(st.tuples(PROMPTS, PROMPTS, st.sampled_from(["", "a", "b"])), min_size=2, max_size=8)
+
+
+@given(SALTED, st.integers(1, 4))
+def test_what_is_cached_for_a_salt_is_not_computed_again(pairs, size):
+    """A request that comes alone reads only the tokens that no slot holds for its salt."""
     batch = FakeBatch(size)
     scheduler = Scheduler(batch)
-    for first, rest in pairs:
+    owners = [""] * size
+    for first, rest, salt in pairs:
         prompt = (first + rest)[: CONTEXT - 10]
-        stored = [slot.stored.copy() for slot in batch.slots]
+        stored = [slot.stored.copy() if owner == salt else [] for slot, owner in zip(batch.slots, owners)]
         known = max(next((i for i, (a, b) in enumerate(zip(h, prompt)) if a != b), min(len(h), len(prompt))) for h in stored)
         known = min(known, len(prompt) - 1)
         batch.work.clear()
-        request = Asked(prompt, 3)
+        request = Asked(prompt, 3, cache_salt=salt)
         scheduler.submit(request.request)
         run(scheduler)
         request.check_as_single()
         assert request.request.cached == known
+        owners[batch.work[0][1]] = salt
         assert sum(work[2] for work in batch.work if work[0] == "prefill") == len(prompt) - known
 
 
@@ -241,6 +246,17 @@ def test_choices_of_one_request_share_their_prompt():
     assert sum(work[2] for work in batch.work if work[0] == "prefill") == 90 + 5
     for request in requests:
         request.check_as_single()
+
+
+def test_a_request_does_not_wait_for_prefixes_of_other_salts():
+    scheduler = Scheduler(FakeBatch(3))
+    talking, long, short = Asked([4], 90, stop_tokens=[]), *(Asked([3] * n, 1, cache_salt=str(n)) for n in (90, 40))
+    for request in (talking, long, short):
+        scheduler.submit(request.request)
+        run(scheduler, 1)
+    while not short.events:
+        run(scheduler, 1)
+    assert not long.events and short.request.cached == 0, "the shorter prompt waits for the states of the longer one"
 
 
 def test_fill_slots_prefers_full_batches():
