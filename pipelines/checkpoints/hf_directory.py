@@ -22,6 +22,7 @@ from castiron.pipelines.checkpoints.hf_tensors import TEXT_PARTS, base_names, fa
 from castiron.pipelines.checkpoints.quantised_parts import column_orders
 
 CONFIG = "config.json"
+MODELOPT = "hf_quant_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Max bytes of a file name.
 _MAX_NAME = 255
@@ -37,7 +38,7 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
     if not any((path / name).exists() for name in (SINGLE, INDEX)) and full_config["model_type"] not in TEXT_PARTS:
         # Report an unsupported model first, because downloading the missing weights would not help.
         family(full_config)
-    quantisation, scales = quantization_config(full_config), {}
+    quantisation, scales = quantization_config(path, full_config), {}
     stored = base_names(tensors_of(path, quantisation is not None))
     if quantisation:
         stored, scales = quantised_weights(path, quantisation, stored)
@@ -100,12 +101,16 @@ def shards_of(path: Path) -> dict[str, list[str] | None]:
     return shards
 
 
-def quantization_config(config: dict) -> dict | None:
-    """Return the quantization_config of a config, or of its `text_config`; None if both lack it."""
+def quantization_config(path: Path, config: dict) -> dict | None:
+    """Return the quantization_config of a directory, from its config or `text_config`; None if both lack it.
+
+    Early versions of ModelOpt write it to a file of its own.
+    """
     for own in (config, config.get("text_config")):
         if isinstance(own, dict) and isinstance(found := own.get("quantization_config"), dict):
             return found
-    return None
+    found = (json_object(path / MODELOPT) or {}).get("quantization")
+    return {"quant_method": "modelopt", **found} if isinstance(found, dict) else None
 
 
 def tensors_of(path: Path, is_quantised: bool) -> dict[str, Tensor]:

@@ -7,10 +7,12 @@ The bits of a code and the group size follow from the shapes of the tensors. A l
 plain `weight` instead of such tensors is not quantised.
 
 Sources of the layouts: compressed-tensors (compressors/pack_quantized), GPTQModel
-(nn_modules/qlinear/torch.py), AutoAWQ (utils/packing_utils.py), bitsandbytes (functional.py), and
-HF's integrations/finegrained_fp8.py.
+(nn_modules/qlinear/torch.py), AutoAWQ (utils/packing_utils.py), bitsandbytes (functional.py),
+AutoRound (export/export_to_autoround/export.py), ModelOpt (torch/export/quant_utils.py), and HF's
+integrations/finegrained_fp8.py.
 """
 
+import contextlib
 import json
 import re
 from collections import Counter
@@ -23,24 +25,13 @@ import numpy as np
 
 from castiron.emitter.codecs import with_scale
 from castiron.emitter.scaled_codecs import FP4, NF4
-from castiron.emitter.shorten import shorten, shorten_text
-from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor
-from castiron.pipelines.checkpoints.quantised_parts import Stored, weights_of
+from castiron.pipelines.checkpoints.checkpoint import Tensor
+from castiron.pipelines.checkpoints.quantisation_methods import ZERO_POINTS, layout_of
+from castiron.pipelines.checkpoints.quantised_parts import Stored
 
-METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4")
-_FORMATS = (
-    *("dense", "float-quantized", "int-quantized", "mixed-precision", "naive-quantized", "nvfp4-pack-quantized"),
-    "pack-quantized",
-)
 # Scales of activations and of the KV cache, which castiron does not quantise.
 _OF_ACTIVATIONS = re.compile(
     r".*\.((?:input|output|activation|[qkv])_(?:scale|zero_point|global_scale)|(?:input|output)_observer\..*)"
-)
-# Keys of a config that `describe` returns, if they have a value.
-_DESCRIBED = (
-    *("bits", "group_size", "sym", "desc_act", "checkpoint_format", "version", "zero_point", "weight_block_size"),
-    *("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
-    *("format", "num_bits", "type", "strategy", "symmetric", "actorder"),
 )
 # AutoAWQ packs eight columns in the order 0, 2, 4, 6, 1, 3, 5, 7; these are their indices in a word.
 _AWQ_INDICES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -56,14 +47,6 @@ _BITSANDBYTES = (
     *_STATES.values(),
 )
 _LARGEST_INT8 = np.float32(127)
-
-
-def describe(config: Mapping) -> str:
-    """Return a quantization_config as text, such as `gptq, bits 4, group_size 128, sym true`."""
-    values = {**config, **{key: value for key, value in weights_of(config).items() if value is not None}}
-    given = [(key, values[key]) for key in _DESCRIBED if values.get(key) is not None]
-    listed = [f"{key} {shorten_text(value if isinstance(value, str) else json.dumps(value), 30)}" for key, value in given]
-    return ", ".join([str(config.get("quant_method")), *listed])
 
 
 def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
@@ -117,21 +100,38 @@ def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
         zeros = lambda: ordered(_unpacked(qzeros, bits)).view(np.int8)
         return stored.tensor("uint4", (out, inner), scales, lambda: ordered(_unpacked(qweight, bits)).T, zeros, True)
     order = stored.order("g_idx", inner, groups)
-    # The first format of GPTQ stores zero points minus 1.
-    added = 0 if stored.config.get("checkpoint_format") == "gptq_v2" else 1
-    half = 1 << bits - 1
-    zeros = lambda: _unpacked(qzeros, bits) + np.uint8(added) & np.uint8(2 * half - 1)
+    half, subtracted, symmetric = 1 << bits - 1, ZERO_POINTS.get(stored.config.get("checkpoint_format")), _is_symmetric(stored)
+
+    def zeros() -> np.ndarray:
+        found = _unpacked(qzeros, bits)
+        # Zero points of symmetric weights are `half`; their stored value shows the version, which some files name wrongly.
+        if (symmetric or subtracted is None) and any((found == value).all() for value in (half - 1, half)):
+            return np.full_like(found, half)
+        return found + np.uint8(1 if subtracted is None else subtracted) & np.uint8(2 * half - 1)
+
     codes = lambda: _codes(_unpacked(qweight, bits, by_rows=True), bits)
-    if not stored.config.get("sym"):
+    if not symmetric:
         of_groups = lambda: _codes(zeros(), bits).view(np.int8)
         return stored.tensor(f"uint{bits}", (out, inner), scales, codes, of_groups, True, order)
 
-    def symmetric() -> np.ndarray:
+    def checked() -> np.ndarray:
         if (zeros() != half).any():
             raise stored.error(f"qzeros has zero points other than {half}, although `sym` is true; download the model again")
         return codes()
 
-    return stored.tensor(f"int{bits}", (out, inner), scales, symmetric, transposed=True, order=order)
+    return stored.tensor(f"int{bits}", (out, inner), scales, checked, transposed=True, order=order)
+
+
+def _is_symmetric(stored: Stored) -> bool | None:
+    """Return `sym` of a weight; a config may state it by layer: AutoRound in `extra_config`, GPTQModel in `dynamic`."""
+    for key in ("extra_config", "dynamic"):
+        layers = stored.config.get(key)
+        for pattern, own in layers.items() if isinstance(layers, dict) else ():
+            with contextlib.suppress(re.error):
+                stated = isinstance(own, dict) and own.get("sym") is not None
+                if stated and re.search(pattern.removeprefix("+:"), stored.name.removesuffix(".weight")):
+                    return own["sym"]
+    return stored.config.get("sym")
 
 
 def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
@@ -143,7 +143,7 @@ def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
         an i32 of weight_zero_point has consecutive numbers of one column.
     """
     if "weight_global_scale" in stored.parts:
-        return _nvfp4(stored)
+        return _nvfp4(stored, "weight_packed", "weight_global_scale", is_divisor=True)
     packed, scales, of_shape = stored["weight_packed"], stored.scales("weight_scale"), stored["weight_shape"]
     integers = {"I64": "<i8", "I32": "<i4"}.get(of_shape.codec)
     shape = tuple(of_shape.data.view(integers).reshape(-1).tolist()) if integers else ()
@@ -176,13 +176,14 @@ def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
     return stored.tensor(f"uint{bits}", shape, scales, codes, zeros, order=order)
 
 
-def _nvfp4(stored: Stored) -> tuple[Tensor, ...]:
-    packed, scales, divisor = stored["weight_packed"], stored["weight_scale"], stored["weight_global_scale"]
+def _nvfp4(stored: Stored, part: str, of_tensor: str, is_divisor: bool) -> tuple[Tensor, ...]:
+    """Convert an NVFP4 weight; `of_tensor` names its second scale, a divisor or a factor of the scales in weight_scale."""
+    packed, scales, second = stored[part], stored["weight_scale"], stored[of_tensor]
     out, inner = packed.shape[0], 2 * packed.shape[-1]
-    types = packed.codec, scales.codec, divisor.codec
-    if scales.shape != (out, inner // 16) or inner % 64 or types != ("U8", "F8_E4M3", "f32") or prod(divisor.shape) != 1:
+    types = packed.codec, scales.codec, second.codec
+    if scales.shape != (out, inner // 16) or inner % 64 or types != ("U8", "F8_E4M3", "f32") or prod(second.shape) != 1:
         raise stored.error(
-            f"weight_packed {list(packed.shape)} of type {packed.codec} and weight_scale {list(scales.shape)} of type "
+            f"{part} {list(packed.shape)} of type {packed.codec} and weight_scale {list(scales.shape)} of type "
             f"{scales.codec} do not have the layout of nvfp4; download the model again"
         )
 
@@ -194,7 +195,8 @@ def _nvfp4(stored: Stored) -> tuple[Tensor, ...]:
         runs = np.stack([packed.data & 15, packed.data >> 4], axis=-1).reshape(out, inner // 16, 2, 8)
         codes = (runs[:, :, 0] | runs[:, :, 1] << 4).reshape(out, inner // 64, 32)
         blocks = np.concatenate([scales.data.reshape(out, -1, 4), codes], axis=-1).reshape(out, -1)
-        return with_scale(blocks, 1 / divisor.data.view("<f4").reshape(1, 1))
+        scale = second.data.view("<f4").reshape(1, 1)
+        return with_scale(blocks, 1 / scale if is_divisor else scale)
 
     return (Tensor(stored.name, (out, inner), "nvfp4_scaled", packed.source, read),)
 
@@ -272,6 +274,8 @@ def _scaled(stored: Stored) -> tuple[Tensor, ...]:
     weight = stored["weight"]
     if stored.config["quant_method"] == "bitsandbytes":
         return _bitsandbytes_int8(stored) if weight.codec == "I8" else _bitsandbytes_4_bits(stored)
+    if "weight_scale_2" in stored.parts:
+        return _nvfp4(stored, "weight", "weight_scale_2", is_divisor=False)
     scales = stored.scales("weight_scale_inv" if "weight_scale_inv" in stored.parts else "weight_scale")
     zero_points = stored.parts.get("weight_zero_point")
     if len(weight.shape) != 2 or weight.codec == "U8":
@@ -298,7 +302,7 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Stored], tuple[Tensor, ...]
         ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"),
         _packed_by_rows,
     ),
-    "weight": (("weight_scale", "weight_scale_inv", "weight_zero_point", *_BITSANDBYTES), _scaled),
+    "weight": (("weight_scale", "weight_scale_2", "weight_scale_inv", "weight_zero_point", *_BITSANDBYTES), _scaled),
 }
 
 
@@ -315,13 +319,7 @@ def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]
 
     Raises CheckpointError for an unsupported method, and for tensors with wrong shapes or types.
     """
-    method = config.get("quant_method")
-    if method not in METHODS:
-        raise CheckpointError(f"{path}: unsupported quant_method: {shorten(method)}; supported are {', '.join(METHODS)}")
-    sparse = config.get("sparsity_config")
-    formats = [config.get("format", "dense"), sparse.get("format", "dense") if isinstance(sparse, dict) and sparse else "dense"]
-    if method == "compressed-tensors" and (unknown := [each for each in formats if each not in _FORMATS]):
-        raise CheckpointError(f"{path}: unsupported format: {shorten(unknown[0])}; supported are {', '.join(_FORMATS)}")
+    config = layout_of(path, config)
     dropped = Counter(match[1] for name in tensors if (match := _OF_ACTIVATIONS.fullmatch(name)))
     found = {name: tensor for name, tensor in tensors.items() if not _OF_ACTIVATIONS.fullmatch(name)}
     for name, tensor in tensors.items():

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from castiron.emitter.shorten import shorten_list
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-from castiron.pipelines.checkpoints.hf_directory import CONFIG, INDEX, SINGLE, shards_of
+from castiron.pipelines.checkpoints.hf_directory import CONFIG, INDEX, MODELOPT, SINGLE, shards_of
 from castiron.pipelines.errors import install_command
 from castiron.pipelines.files import require_free_space
 from castiron.pipelines.locate import GGUF_PART, HubName, cache_folder, folder_of, parts_of
@@ -26,7 +26,9 @@ from castiron.vmfb.disk import reason
 from castiron.vmfb.staging import write_file
 
 # Files of an HF directory that castiron reads besides the weights.
-_SMALL_FILES = (CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_SMALL_FILES = (
+    CONFIG, MODELOPT, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+)  # fmt: skip
 _COMMIT = re.compile("[0-9a-f]{40}")
 # GGUF files that are not language models.
 _NOT_A_MODEL = re.compile(r"(^|[-_./])(mmproj|imatrix)", re.IGNORECASE)

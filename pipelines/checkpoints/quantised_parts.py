@@ -43,9 +43,13 @@ class Stored:
     def scales(self, part: str) -> Tensor:
         """Return the stored tensor of the weight's scales as a matrix; a vector [n] becomes [n, 1].
 
+        ModelOpt's scales of blocks, [n, 1, m, 1], become [n, m].
+
         part: end of the tensor's name, such as "weight_scale".
         """
         tensor = self[part]
+        if len(tensor.shape) == 4 and tensor.shape[1] == tensor.shape[3] == 1:
+            tensor = replace(tensor, shape=tensor.shape[::2])
         if tensor.codec not in SCALE_TYPES or len(tensor.shape) > 2:
             known = ", ".join(SCALE_TYPES)
             raise self.error(

@@ -117,9 +117,9 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
     from castiron.emitter.models import ignored_keys
     from castiron.emitter.types import EmitError
     from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-    from castiron.pipelines.checkpoints.hf_quantised import describe
     from castiron.pipelines.checkpoints.hf_tensors import in_words
     from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+    from castiron.pipelines.checkpoints.quantisation_methods import describe
     from castiron.pipelines.compile.build_model import build_module
     from castiron.pipelines.compile.options import Options, context_of, max_context_of
     from castiron.pipelines.engine.memory import Needed, state_bytes, warn_of_shortage

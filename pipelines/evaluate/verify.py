@@ -307,8 +307,8 @@ def compare(session, model, prompt: Prompt, tokens: list[int], n: int) -> dict[s
     }
 
 
-# Methods for which transformers has no code of its own.
-_WITH_LIBRARIES = ("awq", "bitsandbytes", "compressed-tensors", "gptq")
+# Methods that transformers reads without other libraries.
+_OF_TRANSFORMERS = ("fp8", "mxfp4")
 _OTHER_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -320,8 +320,8 @@ def dequantised(path: Path) -> Iterator[Path]:
     transformers needs another library. Then it is a temporary copy with f32 weights.
     """
     full_config = json_object(path / CONFIG) if path.is_dir() else None
-    config = quantization_config(full_config or {})
-    if full_config is None or config is None or config.get("quant_method") not in _WITH_LIBRARIES:
+    config = None if full_config is None else quantization_config(path, full_config)
+    if full_config is None or config is None or config.get("quant_method") in _OF_TRANSFORMERS:
         yield path
         return
     from safetensors.numpy import save_file

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +80,22 @@ def gptq(
     config = {"quant_method": "gptq", "bits": bits, "group_size": group or -1, "sym": symmetric, "desc_act": desc_act}
     config["checkpoint_format"] = "gptq" if version == 1 else "gptq_v2"
     return Scheme(config, layer, codec_name("int", bits, group, symmetric, dtype))
+
+
+def under(scheme: Scheme, **config) -> Scheme:
+    """Return the scheme with other entries of its config; None removes an entry."""
+    return replace(scheme, config={key: value for key, value in {**scheme.config, **config}.items() if value is not None})
+
+
+def auto_round(scheme: Scheme, packing: str) -> Scheme:
+    """Return AutoRound's config for the tensors of another method; it has no `g_idx`."""
+
+    def layer(weight: torch.Tensor) -> Layer:
+        parts, values = scheme.layer(weight)
+        return {key: part for key, part in parts.items() if key != "g_idx"}, values
+
+    named = under(scheme, quant_method="auto-round", packing_format=packing, checkpoint_format=None, version=None)
+    return replace(named, layer=layer)
 
 
 def awq(group: int) -> Scheme:
@@ -154,6 +170,25 @@ def float8(strategy: str, method: str = "compressed-tensors", dtype: torch.dtype
     if method == "fp8":
         config = {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "static"}
     return Scheme(config, layer, codec_name("e4m3", 8, 128, True, dtype), ("input_scale",))
+
+
+def modelopt(scheme: Scheme, algorithm: str) -> Scheme:
+    """Return ModelOpt's config and names for the tensors of an FP8 or NVFP4 scheme."""
+
+    def layer(weight: torch.Tensor) -> Layer:
+        parts, values = scheme.layer(weight)
+        parts |= {"weight_scale": scale} if (scale := parts.pop("weight_scale_inv", None)) is not None else {}
+        if algorithm == "NVFP4":
+            parts["weight"] = parts.pop("weight_packed")
+            parts["weight_scale_2"] = 1 / parts.pop("weight_global_scale").reshape(())
+            parts["input_scale"] = parts.pop("input_global_scale").reshape(())
+        elif algorithm == "FP8_PB_WO":
+            parts["weight_scale"] = parts["weight_scale"][:, None, :, None]
+            del parts["input_scale"]
+        return parts, values
+
+    scales = {"FP8_PB_WO": ()}.get(algorithm, ("input_scale",))
+    return Scheme({"quant_method": "modelopt", "quant_algo": algorithm}, layer, scheme.codec, scales)
 
 
 def nvfp4() -> Scheme:
@@ -238,7 +273,18 @@ SCHEMES: dict[str, Scheme] = {
     "gptq 4 asymmetric": gptq(4, 64, False),
     "gptq 4 v2": gptq(4, 32, False, version=2),
     "gptq 4 as q4_0": gptq(4, 32, True),
+    "gptq 4 v2 named gptq": under(gptq(4, 64, True, version=2), checkpoint_format="gptq"),
+    "gptq 4 without a version": under(gptq(4, 64, True, version=2), checkpoint_format=None),
     "gptq 8": gptq(8, 128, True, dtype=torch.bfloat16),
+    "auto-round": auto_round(gptq(4, 128, True), "auto_round:auto_gptq"),
+    "auto-round asymmetric": auto_round(gptq(4, 64, False), "auto_round:auto_gptq:exllamav2"),
+    "auto-round asymmetric v2": auto_round(gptq(8, 128, False, version=2), "auto_round"),
+    "auto-round awq": auto_round(awq(128), "auto_round:auto_awq"),
+    "auto-round nvfp4": auto_round(nvfp4(), "auto_round:llm_compressor"),
+    "modelopt fp8": modelopt(float8("tensor", "fp8", dtype=torch.float32), "FP8"),
+    "modelopt fp8 channel": modelopt(float8("channel", dtype=torch.float32), "FP8_PER_CHANNEL_PER_TOKEN"),
+    "modelopt fp8 block": modelopt(float8("block", "fp8", torch.float32), "FP8_PB_WO"),
+    "modelopt nvfp4": modelopt(nvfp4(), "NVFP4"),
     "gptq 8 asymmetric": gptq(8, 128, False, version=2),
     "gptq channel": gptq(4, 0, True),
     "gptq desc_act": gptq(4, 32, True, desc_act=True),
