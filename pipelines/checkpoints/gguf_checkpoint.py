@@ -20,8 +20,10 @@ from castiron.pipelines.checkpoints.gguf_deepseek2 import joined_key_values
 from castiron.pipelines.checkpoints.gguf_file import GgufFile, read_gguf
 from castiron.pipelines.checkpoints.gguf_metadata import Architecture
 from castiron.pipelines.checkpoints.gguf_rules import RULES_OF_ROPE_TENSOR
-from castiron.pipelines.checkpoints.gguf_tokenizer import eos_token_ids, fim_token_ids, tokenizer_json
+from castiron.pipelines.checkpoints.gguf_special_tokens import eos_token_ids, fim_token_ids
+from castiron.pipelines.checkpoints.gguf_tokenizer import lacks_pre_tokenizer, tokenizer_json
 from castiron.pipelines.checkpoints.quantised_parts import ORDER, column_orders
+from castiron.pipelines.terminal import print_message
 
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(.+)")
 # Filters of convolutions, [features, n] in GGUF and [features, 1, n] in HF.
@@ -42,6 +44,11 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
     encoding, left_out = encoding_of(file), {}
     if encoding and tensors.pop(HEAD, None):
         left_out = {"lm_head": 1}
+    if lacks_pre_tokenizer(file):
+        print_message(
+            f"{path} does not name its pre-tokenizer: tokenizer.ggml.pre is missing; text is split as by llama.cpp's default, "
+            "which may give other tokens than the model was trained with; convert the model again"
+        )
     chat_template = file.metadata.get("tokenizer.chat_template")
     ids = {"bos_token_id": config["bos_token_id"], "eos_token_id": list(eos), "pad_token_id": config["pad_token_id"]}
     return Checkpoint(

@@ -14,6 +14,7 @@ from castiron.pipelines.checkpoints.gguf_deepseek2 import chooses_by_sigmoid
 from castiron.pipelines.checkpoints.gguf_file import GgufFile
 from castiron.pipelines.checkpoints.gguf_metadata import Architecture, Metadata, architecture_name
 from castiron.pipelines.checkpoints.gguf_rules import head_dim
+from castiron.pipelines.checkpoints.gguf_special_tokens import Vocabulary
 
 # llama.cpp's default base of rotary embeddings.
 _ROPE_BASE = 10000.0
@@ -22,8 +23,8 @@ _EXPERTS_USED = {"num_experts_per_tok", "top_k_experts"}
 # llama.cpp's pooling types; type 4, of rerankers, is not supported.
 _POOLING = {1: "mean", 2: "cls", 3: "last"}
 
-_TOKENIZER = "tokenizer.ggml."
-_TOKEN_IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
+# From GGUF's roles of tokens to config keys.
+_TOKEN_IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 
 _SAMPLING = "general.sampling."
 _PENALTY, _PENALISED = "penalty_repeat", "penalty_last_n"
@@ -92,7 +93,8 @@ def hf_config(file: GgufFile) -> dict:
         getattr(gguf_rules, rule)(config, metadata)
     # Check again, because rules set sizes too.
     reject_impossible_sizes(file.path, config, shapes)
-    config |= {name: Metadata(file, _TOKENIZER).integer(key) for key, name in _TOKEN_IDS.items()}
+    roles = Vocabulary(file).role_ids()
+    config |= {name: roles.get(role) for role, name in _TOKEN_IDS.items()}
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:

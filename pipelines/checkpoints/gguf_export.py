@@ -21,8 +21,10 @@ from castiron.pipelines.checkpoints.gguf_checkpoint import value_head_order
 from castiron.pipelines.checkpoints.gguf_config import hf_config
 from castiron.pipelines.checkpoints.gguf_file import GgufFile, Value, as_read
 from castiron.pipelines.checkpoints.gguf_metadata import Architecture
+from castiron.pipelines.checkpoints.gguf_pre_tokenizers import PRE_TOKENIZERS
 from castiron.pipelines.checkpoints.gguf_rules import head_dim, llama3_factors
-from castiron.pipelines.checkpoints.gguf_tokenizer import PRE_TOKENIZERS, SPACE, tokenizer_json
+from castiron.pipelines.checkpoints.gguf_special_tokens import eos_token_ids
+from castiron.pipelines.checkpoints.gguf_tokenizer import SPACE, tokenizer_json
 
 # Model types that llama.cpp converts to the architecture of another type.
 _SAME_AS = {"mistral": "llama"}
@@ -41,6 +43,7 @@ _TOLERANCE = 1e-5  # max relative difference of equal numbers, because GGUF stor
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's llama_token_type
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+_END_KEYS = ("eot_token_id", "eom_token_id")
 _CONVERT = "convert the model with llama.cpp's convert_hf_to_gguf.py, and quantise the resulting file"
 
 # A function that returns a tensor's data, from its HF name, a codec, and the columns to take in this order (None: all).
@@ -282,9 +285,8 @@ def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
         )
     ids = {"bos": checkpoint.bos_token_id, "eos": next(iter(checkpoint.eos_token_ids), None)}
     ids |= {"padding": checkpoint.config.get("pad_token_id"), "unknown": model["vocab"].get(model["unk_token"])}
-    if len(checkpoint.eos_token_ids) > 1:
-        ids["eot"] = checkpoint.eos_token_ids[-1]
     keys |= {f"{role}_token_id": number for role, number in ids.items() if isinstance(number, int) and 0 <= number < vocab}
+    keys |= _further_ends(checkpoint, keys, vocab)
     plain, complete = (tokenizer.encode(SAMPLE, add_special_tokens=adds).ids for adds in (False, True))
     before = next((at for at in range(len(complete)) if complete[at : at + len(plain)] == plain), 0)
     keys |= {"add_bos_token": before > 0, "add_eos_token": len(complete) > before + len(plain)}
@@ -297,6 +299,18 @@ def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
             f"the tokenizer in the GGUF file would split text differently; {_CONVERT}"
         )
     return metadata
+
+
+def _further_ends(checkpoint: Checkpoint, keys: Mapping[str, Value], vocab: int) -> dict[str, Value]:
+    """Return the keys for end tokens that readers of the GGUF file don't recognise by their text."""
+    file = GgufFile(checkpoint.path, as_read({_PREFIX + key: value for key, value in keys.items()}), {})
+    known = eos_token_ids(file)
+    further = [number for number in checkpoint.eos_token_ids if number not in known and 0 <= number < vocab]
+    if len(further) > len(_END_KEYS):
+        raise CheckpointError(
+            f"{checkpoint.path} cannot be written as GGUF: it has keys for {len(_END_KEYS)} of the end tokens {further}"
+        )
+    return dict(zip(_END_KEYS, reversed(further)))
 
 
 def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:

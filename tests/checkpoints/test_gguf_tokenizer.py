@@ -14,7 +14,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, validate
 from castiron.pipelines.checkpoints.gguf_export import export_tokenizer
-from castiron.pipelines.checkpoints.gguf_tokenizer import PRE_TOKENIZERS
+from castiron.pipelines.checkpoints.gguf_pre_tokenizers import PRE_TOKENIZERS
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from tests.support.tiny_gguf import write_gguf, write_llama
 
@@ -177,7 +177,7 @@ def test_expressions_are_those_of_transformers():
 
 
 REFUSED = {
-    "unknown pre": ({"pre": "viking"}, "unknown pre-tokenizer 'viking'; known are gpt-2"),
+    "unknown pre": ({"pre": "bert-bge"}, "unknown pre-tokenizer 'bert-bge'; known are gpt-2"),
     "unknown kind": ({"model": "rwkv"}, "tokenizer.ggml.model is 'rwkv'"),
     "no merges": ({"merges": "none"}, "tokenizer.ggml.merges is not a list of strings"),
     "merge of unknown tokens": ({"merges": ["a q"]}, "the merge 'a q' uses or makes an unknown token"),
