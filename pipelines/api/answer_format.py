@@ -136,10 +136,14 @@ class CallableTools:
         if forced or form and form.schema is not None and tools.form.style != "harmony":
             # If the answer must consist of tool calls, it has no text, so response_format does not apply.
             schema = None if forced or not form else form.schema
-            return AnswerFormat("tools", "tools", tools.grammar(forced or tools.schemas, answer=schema))
+            return AnswerFormat("tools", "tools", tools.grammar(forced or tools.schemas, answer=schema, strict=self._strict))
         if not form and (schemas := self._schemas_of_optional_calls()):
-            return AnswerFormat("tools", "tools", tools.grammar(schemas, free=True))
+            return AnswerFormat("tools", "tools", tools.grammar(schemas, free=True, strict=self._strict))
         return form
+
+    @property
+    def _strict(self) -> set[str]:
+        return {tool.function.name for tool in self.shown if tool.function.strict}
 
     def _schemas_of_optional_calls(self) -> dict[str, Any]:
         """Return {function name: JSON schema that the arguments of a call must match}.
@@ -147,7 +151,7 @@ class CallableTools:
         The dict is empty if nothing restricts the arguments, because no function is `strict`, or
         because the model's format of calls has no text by which a call can be recognised.
         """
-        strict, form = {tool.function.name for tool in self.shown if tool.function.strict}, self.tools.form
+        strict, form = self._strict, self.tools.form
         if not strict or not form.triggers:
             return {}
         loose = form.style == "json"

@@ -137,12 +137,13 @@ class GrammarConstraint:
 class GrammarError(PipelineError):
     """Raised for an unsupported schema, regular expression or grammar.
 
-    `kind`: name of the argument of `Grammars.compile`, such as "json_schema".
+    `kind`: name of the argument of `Grammars.compile`, such as "json_schema". `is_limit`: whether
+    the grammar exceeds a limit.
     """
 
-    def __init__(self, kind: str, message: str):
+    def __init__(self, kind: str, message: str, is_limit: bool = False):
         super().__init__(f"{kind.replace('_', ' ')}: {message}")
-        self.kind = kind
+        self.kind, self.is_limit = kind, is_limit
 
 
 class Grammar:
@@ -226,18 +227,14 @@ class Grammars:
         kinds = [kind for kind, value in given.items() if value is not None]
         if len(kinds) != 1:
             raise PipelineError(f"{len(kinds)} grammars are given; give one of json_schema, regex and grammar")
-        kind = kinds[0]
+        kind, value = kinds[0], given[kinds[0]]
         try:
-            text = json.dumps(given[kind])
-            if len(text) > MAX_CHARACTERS:
-                raise GrammarError(
-                    kind, f"the definition has {len(text)} characters, the limit is {MAX_CHARACTERS}; shorten it"
-                )
-            definition = self._definition(kind, text, compact_json)
-        except LimitExceeded as error:
-            raise GrammarError(kind, f"the definition is too complex: {error}; simplify it") from None
-        except RecursionError:
-            raise GrammarError(kind, "the definition nests too deep; reduce its nesting") from None
+            definition = self._define(kind, value, compact_json)
+        except GrammarError as error:
+            # The schemas of tools that are not strict may be replaced, whatever they are.
+            if kind != "tools" or not error.is_limit or (looser := self._compiler.with_types_only(value)) == value:
+                raise
+            definition = self._define(kind, looser, compact_json)
         # This stack is twice as large as the child process's, on which the grammar compiled.
         matcher = run_on_large_stack(self._compiler.make_matcher, self._index, definition)
         if matcher.is_error():
@@ -265,6 +262,19 @@ class Grammars:
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, "grammar")
+
+    def _define(self, kind: str, value: Any, compact: bool) -> str:
+        try:
+            text = json.dumps(value)
+            if len(text) > MAX_CHARACTERS:
+                raise GrammarError(
+                    kind, f"the definition has {len(text)} characters, the limit is {MAX_CHARACTERS}; shorten it", is_limit=True
+                )
+            return self._definition(kind, text, compact)
+        except LimitExceeded as error:
+            raise GrammarError(kind, f"the definition is too complex: {error}; simplify it", is_limit=True) from None
+        except RecursionError:
+            raise GrammarError(kind, "the definition nests too deep; reduce its nesting", is_limit=True) from None
 
     def _definition_in_child(self, kind: str, text: str, compact: bool) -> str:
         try:

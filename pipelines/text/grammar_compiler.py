@@ -16,8 +16,10 @@ import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.text.json_schema import ANNOTATIONS, DEFINITIONS, EXAMPLES, Schema
 from castiron.pipelines.text.special_tokens import strings_of
-from castiron.pipelines.text.tool_formats import ID, KEY, ToolFormat
+from castiron.pipelines.text.tool_formats import ToolFormat
+from castiron.pipelines.text.tool_grammar import OPTIONS, ToolGrammar
 
 # Max states of the lexer of a text; each takes 1 to 2 kB.
 MAX_STATES = 25_000
@@ -27,15 +29,8 @@ MAX_STATES = 25_000
 FIRST_FUEL, STEP_FUEL = 400_000, 50_000
 # Max nesting of terminals, because llguidance's work at a token grows with the cube of the depth.
 MAX_TERMINAL_DEPTH = 200
-# Keywords that don't constrain values.
-ANNOTATIONS = ("description", "title", "examples", "default", "$comment", "$schema", "$id")
-# Keywords whose value is an object of schemas for "$ref", and all keywords that a value need not match.
-DEFINITIONS = ("$defs", "definitions")
-UNENFORCED = {*ANNOTATIONS, *DEFINITIONS}
-# Lark's pattern of any text.
-TEXT = "/(.|\\n)*/"
-# The schema key for llguidance's options, which a client's schema may not set.
-OPTIONS = "x-guidance"
+# Max arguments of a function whose schema is reduced to types.
+MAX_ARGUMENTS = 1_000
 # Keywords that llguidance does not support, with values that do not constrain the text.
 NOOPS: dict[str, tuple[Any, ...]] = {"uniqueItems": (False,), "propertyNames": ({}, True, {"type": "string"})}
 # Keywords whose value is an object of schemas, and keywords whose value is a schema or a list of schemas.
@@ -78,6 +73,8 @@ class Compiler:
         Raises:
             PipelineError: the grammar is not supported, or no token can start a matching text.
         """
+        if kind == "tools":
+            value = self._enforceable(value, compact)
         definition = self.definition(kind, value, compact)
         matcher = make_matcher(self.index, definition)
         if matcher.is_error():
@@ -96,10 +93,11 @@ class Compiler:
                 schema = json.dumps(self.checked_schema(value))
                 return matcher.grammar_from_json_schema(schema, overrides=json_options(compact))
             if kind == "tools":
-                schemas = {name: without_noops(schema) for name, schema in value.pop("schemas").items()}
-                answer = without_noops(value.pop("answer"))
-                grammar = ToolGrammar(ToolFormat(**value.pop("form")), self.marks, json_options(compact))
-                return matcher.grammar_from_lark(grammar.text(schemas, answer=answer, **value))
+                grammar = ToolGrammar(ToolFormat(**value["form"]), self.marks, json_options(compact))
+                schemas = {name: without_noops(schema) for name, schema in value["schemas"].items()}
+                given = {**value, "schemas": schemas, "answer": without_noops(value["answer"])}
+                del given["form"]
+                return matcher.grammar_from_lark(grammar.text(**given))
             check_terminals(lark := any_to_lark(value))
             return matcher.grammar_from_lark(lark)
         except (PipelineError, MemoryError):
@@ -109,6 +107,24 @@ class Compiler:
         except Exception as error:
             # The conversion of GBNF raises a plain Exception, that of a schema a ValueError.
             raise PipelineError(_message(kind, str(error))) from None
+
+    def _enforceable(self, tools: dict[str, Any], compact: bool) -> dict[str, Any]:
+        """Return `tools`, where only types remain of a schema that is not strict and cannot be enforced."""
+        loose = [name for name in tools["schemas"] if name not in tools["strict"]]
+        if self._is_enforceable(tools, loose, compact):
+            return tools
+        return with_types_only(tools, [name for name in loose if not self._is_enforceable(tools, [name], compact)])
+
+    def _is_enforceable(self, tools: dict[str, Any], names: Sequence[str], compact: bool) -> bool:
+        """Return whether the grammar of calls of some functions can be compiled."""
+        if not names:
+            return True
+        schemas = {name: tools["schemas"][name] for name in names}
+        try:
+            definition = self.definition("tools", {**tools, "schemas": schemas, "answer": None}, compact)
+        except PipelineError:
+            return False
+        return not make_matcher(self.index, definition).is_error()
 
     def checked_schema(self, schema: Any) -> Any:
         for character in dict.fromkeys("".join(strings_of(schema, ANNOTATIONS))):
@@ -196,6 +212,26 @@ def without_noops(schema: Any) -> Any:
     return found
 
 
+def with_types_only(tools: dict[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Replace schemas of parameters by schemas that have only the JSON types of arguments.
+
+    tools: the result of `Tools.grammar`. names: the functions; None for all that are not strict.
+    """
+    schemas = tools["schemas"]
+    loose = [name for name in schemas if name not in tools["strict"]] if names is None else names
+    return {**tools, "schemas": {**schemas, **{name: _types_only(Schema(schemas[name])) for name in loose}}}
+
+
+def _types_only(schema: Schema) -> dict[str, Any]:
+    members = schema.arguments
+    if len(members.properties) > MAX_ARGUMENTS:
+        return {"type": "object"}
+    types = {key: schema.types(each) for key, each in members.properties.items()}
+    properties = {key: {"type": found} if 0 < len(found) < len(EXAMPLES) else {} for key, found in types.items()}
+    return {"type": "object", "properties": properties, "required": sorted(members.required),
+            "additionalProperties": members.rest is not False}  # fmt: skip
+
+
 def json_options(compact: bool) -> dict[str, Any]:
     """Return llguidance's options for the white space in JSON.
 
@@ -208,213 +244,11 @@ def json_options(compact: bool) -> dict[str, Any]:
 
 
 def _message(kind: str, error: str) -> str:
-    for pattern, message in ERRORS if kind == "json_schema" else ():
+    for pattern, message in ERRORS if kind in ("json_schema", "tools") else ():
         if found := re.search(pattern, error):
             return message.format(*(group.strip() for group in found.groups()))
     if found := re.search(r"(?s)regex parse error:.*?\nerror: ([^\n]*)", error):
         return found[1]
-    return next(iter(error.strip().splitlines()), "it is not well formed")[:300]
-
-
-class ToolGrammar:
-    """A builder of a Lark grammar for tool calls.
-
-    form: the format in which the model writes calls. special: ids of special tokens by their text.
-    options: llguidance's options for JSON.
-    """
-
-    def __init__(self, form: ToolFormat, special: Mapping[str, int], options: Mapping[str, Any]):
-        self.form, self.special, self.options = form, special, options
-        names = sorted([ID, *special], key=len, reverse=True)
-        self._names = re.compile("|".join(map(re.escape, names)).join("()"))
-        self.rules: list[str] = []
-        # Whether JSON may be the answer instead of a call.
-        self.mixed = False
-
-    def text(self, schemas: Mapping[str, Any], parallel: bool, answer: Any = None, free: bool = False) -> str:
-        """Return the Lark grammar of a text with a tool call.
-
-        Args:
-            schemas: JSON schemas of the functions' parameters, by function name.
-            parallel: whether several calls are allowed.
-            answer: a JSON schema, or None. If given, the text may be JSON that matches this schema
-                instead of a call.
-            free: whether other text is allowed around or instead of calls. If so, calls must start
-                with a fixed text such as "<tool_call>".
-
-        Raises:
-            PipelineError: a schema cannot be enforced, because the format does not write arguments
-                as JSON.
-        """
-        form, self.mixed = self.form, answer is not None and not self.form.triggers
-        self.rules.append(f"call: {' | '.join(self._call(name, schema) for name, schema in schemas.items())}")
-        opening = "" if self.mixed else form.section_begin + form.begin
-        more = f" ({self.mark(form.separator + form.begin)} call)*" if parallel and not self.mixed else ""
-        text = f"{self.mark(opening)} call{more} {self.mark(form.section_end)}"
-        if free:
-            trigger = form.triggers[0]
-            self.rules.append(f"OTHER: {TEXT}")
-            rest = f"{self._until(trigger)} {self.mark(opening.removeprefix(trigger))} call"
-            section = f"{rest}{more} {self.mark(form.section_end)}"
-            text = f"({section if form.section_begin else rest})* OTHER" if form.close else f"{section} | OTHER"
-        if answer is not None:
-            text = f"{text} | {self._value(answer, {})}"
-        return "\n".join(["%llguidance {}", f"start: {text}", *self.rules, "ID: /[0-9A-Za-z]{1,9}/", ""])
-
-    def _call(self, name: str, schema: Any) -> str:
-        """Return the Lark expression for a call of the function `name`.
-
-        schema: JSON schema of the function's parameters. In most formats, the expression begins with
-        the function's name; in some, with the marks before the name.
-        """
-        form = self.form
-        if form.style == "harmony":
-            head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
-            return f"{self.mark(head)} {self._json(name, schema)}"
-        write = {"json": self._json, "python": self._python, "tags": self._tags, "gemma": self._gemma}[form.style]
-        if self.mixed:
-            # Use the same lexemes as an answer in JSON, because llguidance would prefer a longer lexeme.
-            return f"{self._lexemes(form.begin + name + form.head)} {write(name, schema)} {self._lexemes(form.end)}"
-        return f"{self.mark(name + form.head)} {write(name, schema)} {self.mark(form.end)}"
-
-    def _lexemes(self, text: str) -> str:
-        """Return Lark strings, separated by spaces, that match a part of a tool call in JSON.
-
-        text: this part, such as '{"name": "f", "arguments": '. Each string, bracket and separator
-        of the JSON becomes one Lark string. White space in `text` is replaced by that of
-        `self.options`.
-        """
-        spaced = {",": self.options["item_separator"], ":": self.options["key_separator"]}
-        return " ".join(quoted(spaced.get(part, part)) for part in re.findall(r'"[^"]*"|[{}\[\],:]', text))
-
-    def mark(self, text: str) -> str:
-        """Return the Lark expression for a fixed text of a tool call, such as "<tool_call>".
-
-        A special token in `text` is matched as one token. The placeholder `ID` in `text` matches
-        any identifier.
-        """
-        write = lambda part: "ID" if part == ID else f"<[{self.special[part]}]>" if part in self.special else quoted(part)
-        return " ".join(map(write, self._parts(text)))
-
-    def _parts(self, text: str) -> list[str]:
-        return [part for part in self._names.split(text) if part]
-
-    def _until(self, end: str) -> str:
-        """Return the Lark expression for any text up to and including the first `end`."""
-        parts = self._parts(end)
-        if parts == [end] and end not in self.special:
-            return self._rule(f"{TEXT} {quoted(end)}", "[lazy]")
-        # If `end` has a special token, that token ends the text, which must end in the part of `end` before the token.
-        before = "" if parts[0] in self.special else parts[0]
-        pattern = f"{TEXT[:-1]}{re.escape(before).replace('/', chr(92) + '/')}/" if before else TEXT
-        return f"{pattern} {self.mark(end.removeprefix(before))}"
-
-    def _rule(self, body: str, attributes: str = "") -> str:
-        name = f"rule_{len(self.rules)}"
-        self.rules.append(f"{name}{attributes}: {body}")
-        return name
-
-    def _value(self, schema: Any, root: Mapping[str, Any]) -> str:
-        shared = {key: value for key, value in root.items() if key in DEFINITIONS}
-        schema = schema if isinstance(schema, dict) else {}
-        return self._rule(f"%json {json.dumps({**shared, **schema, OPTIONS: self.options})}")
-
-    def _json(self, name: str, schema: Any) -> str:
-        # Arguments are an object, even if the schema does not state it.
-        return self._value({"type": "object", **schema}, {})
-
-    def _python(self, name: str, schema: Any) -> str:
-        write = lambda key, value: f"{quoted(f'{key}=')} {self._value(value, schema)}"
-        return self._members(name, schema, write, ", ")
-
-    def _tags(self, name: str, schema: Any) -> str:
-        form = self.form
-
-        def write(key: str, value: Any) -> str:
-            kind, end = type_of(value), form.value_end.replace(KEY, key)
-            texts = form.key_end if kind is None else {kind: form.key_end.get(kind, form.key_end.get("", ""))}
-            text = lambda of: f"{self.mark(form.key_begin + key + texts[of])}"
-            of_string = f"{text('string')} {self._string(name, value, end)}" if "string" in texts else ""
-            others = dict.fromkeys(
-                f"{text(of)} {self._value(value, schema)} {self.mark(end)}" for of in texts if of != "string"
-            )
-            return f"({' | '.join(filter(None, [of_string, *others]))})"
-
-        return self._members(name, schema, write, "")
-
-    def _gemma(self, name: str, schema: Any) -> str:
-        return self._gemma_value(name, {"type": "object", **schema})
-
-    def _gemma_value(self, name: str, schema: Any) -> str:
-        quote = self.mark(self.form.quote)
-        match type_of(schema):
-            case "object":
-                write = lambda key, value: f"{quoted(f'{key}:')} {self._gemma_value(name, value)}"
-                return f"{quoted('{')} {self._members(name, schema, write, ',')} {quoted('}')}"
-            case "array" if not schema.keys() - UNENFORCED - {"type", "items"}:
-                item = self._rule(self._gemma_value(name, schema.get("items", {})))
-                return f"{quoted('[')} ({item} ({quoted(',')} {item})*)? {quoted(']')}"
-            case "string":
-                return f"{quote} {self._string(name, schema, self.form.quote)}"
-            case "integer" | "number" | "boolean" | "null":
-                return self._value(schema, {})
-        raise self._refusal(name)
-
-    def _string(self, name: str, schema: Mapping[str, Any], end: str) -> str:
-        """Return the Lark expression for a string without quotes, followed by the text `end`.
-
-        name: the function's name, for error messages. schema: the JSON schema of the string, which
-        may list the allowed strings.
-        """
-        known = schema.keys() - UNENFORCED - {"type"}
-        if not known:
-            return self._until(end)
-        if known <= {"enum", "const"} and are_strings(values := schema.get("enum", [schema.get("const")])):
-            return f"({' | '.join(map(quoted, values))}) {self.mark(end)}"
-        raise self._refusal(name)
-
-    def _members(self, name: str, schema: Any, write: Callable[[str, Any], str], between: str) -> str:
-        """Add Lark rules for the properties of an object; return the name of the main rule.
-
-        The rules match the properties in the schema's order; optional ones may be left out.
-
-        Args:
-            name: the function's name, for error messages.
-            schema: JSON schema of the object.
-            write: called with a property's key and the schema of its value; returns the Lark
-                expression for the property.
-            between: the text between two properties.
-        """
-        if schema.keys() - UNENFORCED - {"type", "properties", "required", "additionalProperties"}:
-            raise self._refusal(name)
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not (isinstance(properties, dict) and isinstance(required, list)):
-            raise self._refusal(name)
-        # Rules for the rest of the properties: `first` if none was written before, `rest` otherwise.
-        first = rest = self._rule('""')
-        for key, value in reversed(properties.items()):
-            member = self._rule(write(key, value))
-            skip = (f" | {first}", f" | {rest}") if key not in required else ("", "")
-            first, rest = self._rule(f"{member} {rest}{skip[0]}"), self._rule(f"{quoted(between)} {member} {rest}{skip[1]}")
-        return first
-
-    def _refusal(self, name: str) -> PipelineError:
-        message = f"the parameters of {name} cannot be enforced in this model's tool format; use plain types and properties"
-        return PipelineError(message)
-
-
-def quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def type_of(schema: Any) -> str | None:
-    """Return the JSON type of a schema's values; None if several types are allowed."""
-    if not isinstance(schema, dict):
-        return None
-    if "type" not in schema and are_strings(schema.get("enum")):
-        return "string"
-    return schema.get("type") if isinstance(schema.get("type"), str) else None
-
-
-def are_strings(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+    # A schema in a grammar has a position there, which means nothing to a client.
+    error = re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", error.strip())
+    return next(iter(error.splitlines()), "it is not well formed")[:300]

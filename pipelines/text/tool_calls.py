@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -48,15 +48,20 @@ class Tools:
     schemas: Mapping[str, Any] = field(default_factory=dict)
     single: bool = False
 
-    def grammar(self, schemas: Mapping[str, Any], *, answer: Any = None, free: bool = False) -> dict[str, Any]:
+    def grammar(
+        self, schemas: Mapping[str, Any], *, answer: Any = None, free: bool = False, strict: Collection[str] = ()
+    ) -> dict[str, Any]:  # fmt: skip
         """Return a description of the allowed tool calls, for `Grammars.compile(tools=...)`.
 
         schemas: JSON schemas of the functions' parameters, by function name. answer: a JSON schema;
         if given, the model may write JSON that matches it instead of a call. free: whether the
-        model may write any other text before and after calls.
+        model may write any other text before and after calls. strict: functions whose schema must
+        be enforced completely; of other schemas, what cannot be enforced is ignored.
         """
-        form, parallel = asdict(self.form), not self.single
-        return {"form": form, "schemas": dict(schemas), "parallel": parallel, "answer": answer, "free": free}
+        return {
+            "form": asdict(self.form), "schemas": dict(schemas), "parallel": not self.single, "answer": answer, "free": free,
+            "strict": sorted(set(schemas).intersection(strict)),
+        }  # fmt: skip
 
     def reader(self) -> Calls | Harmony:
         return Harmony(self) if self.form.style == "harmony" else Calls(self)

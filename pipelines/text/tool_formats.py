@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.text.json_schema import Schema
 from castiron.vmfb.manifest import Manifest
 from castiron.vmfb.record import RecordError, from_json, short
 
@@ -158,8 +158,6 @@ KNOWN = (
 )
 # Keys under which models write a function's name and its arguments in JSON.
 NAME_KEYS, ARGUMENT_KEYS = ("name", "tool_name", "function"), ("arguments", "parameters", "args", "input")
-# Python types of JSON types.
-TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
 # Exceptions of parsing a text that is not a call; in a generator, StopIteration becomes RuntimeError.
 NOT_CALLS = (
     ValueError, SyntaxError, TypeError, LookupError, AttributeError, RecursionError, RuntimeError, MemoryError
@@ -176,7 +174,7 @@ class CallReader:
     """
 
     def __init__(self, form: ToolFormat, schemas: Mapping[str, Any]):
-        self.form, self.schemas = form, schemas
+        self.form, self.schemas = form, {name: Schema(schema) for name, schema in schemas.items()}
 
     def read(self, payload: str) -> list[ReadCall]:
         """Return (function name, arguments) of each call in `payload`, the text of tool calls.
@@ -226,19 +224,17 @@ class CallReader:
         schema = self.schemas.get(name)
         if schema is None or not isinstance(arguments, dict):
             return None
-        properties, required = schema.get("properties") or {}, schema.get("required", ())
-        found = {}
+        known, found = schema.arguments, {}
         for key, value in arguments.items():
-            if key not in properties and key in schema and schema[key] == value:
+            if key not in known.properties and key in schema.root and schema.root[key] == value:
                 continue
-            kind = properties.get(key, {}).get("type") if isinstance(properties.get(key), dict) else None
-            if value is None and key not in required and isinstance(kind, str) and kind != "null":
+            fits = schema.allows(value, schema.argument(key), by_type=True)
+            if value is None and key not in known.required and not fits:
                 continue
-            wrong = isinstance(kind, str) and kind in TYPES and not isinstance(value, TYPES[kind])
-            if wrong or properties and key not in properties:
+            if not fits or known.properties and key not in known.properties:
                 return None
             found[key] = value
-        return found if all(key in found for key in required) else None
+        return found if all(key in found for key in known.required) else None
 
     def _inside(self, payload: str) -> str:
         for trigger in self.form.triggers:
@@ -291,13 +287,14 @@ class CallReader:
             yield head[1], dict(self._tagged_arguments(head[1], rest[: marks[-1].start()] if marks else rest))
 
     def _tagged_arguments(self, name: str, text: str) -> Iterator[tuple[str, Any]]:
-        known = (self.schemas.get(name) or {}).get("properties") or {}
+        schema = self.schemas.get(name) or Schema(None)
         for found in self.argument.finditer(text):
             key, value = found["key"], re.sub(r"(?s)\A<!\[CDATA\[(.*)\]\]>\Z", r"\1", found["value"])
-            kinds = known.get(key, {}).get("type") if isinstance(known.get(key), dict) else None
-            if len(self.form.key_end) > 1:
-                kinds = "string" if found.groupdict().get("string") else None
-            yield key, value if kinds == "string" else _value(value, "string" in (kinds or ()))
+            if len(self.form.key_end) > 1 and found.groupdict().get("string"):
+                yield key, value
+            else:
+                # If the text before a value says its type, this is not a string.
+                yield key, schema.value_of(value, schema.argument(key), unquoted=len(self.form.key_end) == 1)
 
 
 def read_bare(text: str) -> Iterator[ReadCall]:
@@ -318,22 +315,6 @@ def read_bare(text: str) -> Iterator[ReadCall]:
             each = each["function"] if isinstance(each.get("function"), dict) else each
             name = next(each[key] for key in NAME_KEYS if key in each)
             yield _name(name), _object(next((each[key] for key in ARGUMENT_KEYS if key in each), {}))
-
-
-def _value(text: str, may_be_string: bool) -> Any:
-    """Parse an argument written as JSON or as a Python literal; return any other text unchanged.
-
-    may_be_string: whether the schema allows a string. If so, numbers and other values without
-    quotes are returned as text; only quoted strings and null are parsed.
-    """
-    value: Any = text
-    try:
-        value = json.loads(text)
-    except ValueError:
-        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            value = ast.literal_eval(text.strip())
-    # Models write strings without quotes; grammars quote strings that could be another value.
-    return text if may_be_string and value is not None and not isinstance(value, str) else value
 
 
 def _name(value: Any) -> str:

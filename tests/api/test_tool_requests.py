@@ -168,14 +168,36 @@ def test_the_template_gets_tools_calls_and_results(client):
         ({"tool_choice": "sometimes"}, "tool_choice", "none, auto, required"),
         ({"tool_choice": "required", "extra_body": {"regex": "a"}}, "tool_choice", "leave one of them out"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "pattern"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"}, "tools",
-         '"not"'),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}, "strict": True}}],
+          "tool_choice": "required"}, "tools", '"not" cannot be honoured'),
     ],
 )  # fmt: skip
 def test_invalid_tools_are_a_400(client, more, param, error_message):
     with pytest.raises(openai.BadRequestError) as error:
         ask(client, **more)
     assert error.value.param == param and error_message in error.value.message
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "loose"}}},
+        {"tool_choice": "auto"},
+        {"tool_choice": "auto", "response_format": {"type": "json_object"}},
+    ],
+)
+def test_a_schema_that_cannot_be_enforced_is_ignored_unless_the_function_is_strict(client, more):
+    loose = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "format": "phone", "pattern": "(?!a)b"}, "b": {"not": {}}},
+    }
+    tools = [*TOOLS, {"type": "function", "function": {"name": "loose", "parameters": loose}}]
+    tools += [{"type": "function", "function": {"name": "strict", "parameters": SCHEMA, "strict": True}}]
+    assert ask(client, tools=tools, max_tokens=5, **more).choices
+    tools[2]["function"]["strict"] = True
+    with pytest.raises(openai.BadRequestError, match="cannot be honoured"):
+        ask(client, tools=tools, max_tokens=5, **more)
 
 
 @pytest.mark.parametrize("template", [toy_text.TEMPLATE_TEXT, "{{ tools }}{{ messages[0].content }}"])

@@ -231,7 +231,8 @@ def test_rejects_parameters_that_a_format_cannot_enforce():
     for name, schema in (
         ("gemma4", {"anyOf": []}),
         ("lfm2", {"minProperties": 1}),
-        ("qwen-xml", {"properties": {"a": {"type": "string", "maxLength": 3}}}),
+        ("qwen-xml", {"properties": {"a": {"type": "string", "pattern": "a"}}}),
+        ("qwen-xml", {"properties": {"a": {"anyOf": [{"type": "string", "format": "uuid"}, {"type": "null"}]}}}),
         # Invalid schemas.
         ("lfm2", {"properties": []}),
         ("lfm2", {"properties": {"a": {}}, "required": 5}),
@@ -240,7 +241,7 @@ def test_rejects_parameters_that_a_format_cannot_enforce():
         ("qwen-xml", {"properties": {"a": {"type": "string", "enum": [5]}}}),
     ):
         with pytest.raises(PipelineError, match="the parameters of f cannot be enforced"):
-            calls_of(with_marks(name), {"f": schema}, False)
+            calls_of(with_marks(name), {"f": schema}, False, strict={"f"})
 
 
 ANSWER = {"type": "object", "properties": {"name": {"enum": ["w", "Ulm"]}}, "required": ["name"], "additionalProperties": False}
@@ -295,14 +296,38 @@ def test_string_arguments_may_hold_any_text(name, value):
     assert called == "weather" and json.loads(arguments) == {"city": value}
 
 
-def test_a_string_that_may_be_null_has_quotes_or_none():
+def test_a_string_that_may_be_null_has_no_quotes():
+    """Templates write it so, and a grammar allows any text, because each text is a valid value."""
     schema = {"properties": {"a": {"type": ["string", "null"]}}, "required": ["a"], "additionalProperties": False}
     text, tools = with_marks("qwen-xml"), Tools(FORMATS["qwen-xml"], {"f": schema})
     written = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
-    for value, expected in (("null", None), ('"x"', "x"), ("x", "x"), ("5", "5"), ("[1]", "[1]")):
+    for value, expected in (("null", None), ('"x"', '"x"'), ("x", "x"), ("5", "5"), ("[1]", "[1]")):
         assert reported(tools, written.format(value), [9] * 20)[2] == [("f", json.dumps({"a": expected}))]
-        if value in ("null", '"x"'):
-            assert not follow(calls_of(text, {"f": schema}, False).constraint(), text, written.format(value))
+        assert not follow(calls_of(text, {"f": schema}, False, strict={"f"}).constraint(), text, written.format(value))
+
+
+@pytest.mark.parametrize("name", ["qwen-xml", "glm", "gemma4"])
+def test_a_string_without_quotes_has_a_length(name):
+    schema = {
+        "properties": {"a": {"type": "string", "minLength": 2, "maxLength": 12}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    text, form = with_marks(name), FORMATS[name]
+    grammar = calls_of(text, {"f": schema}, False, strict={"f"})
+    for value, is_valid in (
+        ("a", False),
+        ("ab", True),
+        ("</b", True),
+        ("é🚀", True),
+        ("</arg_value", True),
+        ("a" * 12, True),
+        ("a" * 13, False),
+    ):
+        quoted = f"{{a:{form.quote}{value}{form.quote}}}"
+        tags = f"{form.key_begin}a{form.key_end.get('')}{value}{form.value_end}"
+        written = form.write([("f", quoted if form.style == "gemma" else tags)])
+        assert (not follow(grammar.constraint(), text, written)) == is_valid, value
 
 
 def test_a_call_may_repeat_keywords_of_its_schema():
