@@ -18,6 +18,8 @@ from castiron.emitter.types import BF16, F32, I1, I32, DType, TensorType, to_f32
 FLOAT_UNARY = "negate", "exponential", "log_plus_one", "sqrt", "rsqrt", "tanh", "logistic", "abs", "round_nearest_even"
 ARITHMETIC = ("add", "subtract", "multiply", "divide", "maximum", "minimum")
 BITWISE = ("and", "or")
+# Numbers of a constant above which its text has bytes instead of decimals.
+_MAX_DECIMALS = 1024
 COMPARISONS = ("EQ", "NE", "LT", "LE", "GT", "GE")
 
 
@@ -254,6 +256,10 @@ def number(value, dtype: DType) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
+def _bytes(array: np.ndarray) -> str:
+    return f'"0x{np.ascontiguousarray(array).tobytes().hex().upper()}"'
+
+
 def _dense(array: np.ndarray, dtype: DType) -> str:
     if array.ndim == 0:
         return number(array, dtype)
@@ -262,7 +268,10 @@ def _dense(array: np.ndarray, dtype: DType) -> str:
 
 def _constant_text(op: Op, _args: list[str]) -> str:
     type_: TensorType = op.results[0].type
-    return f"stablehlo.constant dense<{_dense(op.attrs['value'], type_.dtype)}> : {type_}"
+    value = op.attrs["value"]
+    # Bytes are shorter than decimal numbers, and quicker to print.
+    large = value.size > _MAX_DECIMALS and type_.dtype.kind != "bool"
+    return f"stablehlo.constant dense<{_bytes(value) if large else _dense(value, type_.dtype)}> : {type_}"
 
 
 def _elementwise_text(op: Op, args: list[str]) -> str:

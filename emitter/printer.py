@@ -1,7 +1,9 @@
 """Print modules as MLIR text; equal modules give equal bytes on every machine.
 
 The argument `weights` selects one of two forms:
-- "arguments": only StableHLO. Each weight is an additional argument of the function that reads it.
+- "arguments": only StableHLO, unless the module calls kernels. Each weight is an additional argument
+  of the function that reads it, after the function's own. A table that is not in the checkpoint,
+  such as the cosines of rotary embeddings, is a function that returns a constant.
 - "parameters": for IREE. Each weight is a global, which IREE loads from the parameter scope
   "model". If an output overwrites an input, the attribute `iree.abi.output` makes IREE write the
   output to the input's buffer. Kernels are called with `flow.dispatch`.
@@ -13,7 +15,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from castiron.emitter.ir import Graph, Module
+from castiron.emitter.ir import Graph, Module, Op, Param, Value
 from castiron.emitter.layer_operations import LAYERS
 from castiron.emitter.operations import LOWERED, Table, quoted
 from castiron.emitter.types import EmitError
@@ -33,10 +35,19 @@ def print_module(module: Module, weights: str = "parameters") -> str:
         for param in sorted(module.params.values(), key=lambda p: p.name):
             name = quoted(param.name)
             lines.append(f'util.global private @{name} = #flow.parameter.named<"{SCOPE}"::{name}> : {param.type}')
-        lines += [kernel.text.rstrip() for _, kernel in sorted(_kernels(module).items())]
+    else:
+        for param in sorted(filter(_is_table, module.params.values()), key=lambda p: p.name):
+            op = Op("constant", (), (Value(param.type),), {"value": param.source.pack().reshape(param.type.shape)}, "")
+            body = [f"    %0 = {LOWERED[op.kind].text(op, [])}", f"    return %0 : {param.type}"]
+            lines += [f"  func.func private @{quoted(param.name)}() -> {param.type} {{", *body, "  }"]
+    lines += [kernel.text.rstrip() for _, kernel in sorted(_kernels(module).items())]
     for function in module.functions.values():
         lines += _function(module, function, weights)
     return "\n".join([*lines, "}", ""])
+
+
+def _is_table(param: Param) -> bool:
+    return not param.source.tensors
 
 
 def print_layers(module: Module) -> str:
@@ -73,7 +84,7 @@ def _function(module: Module, function: Graph, weights: str, table: Table = LOWE
     indices = sorted({(op.attrs["kernel"].index_type, i) for op in calls for i in op.attrs["indices"].values()})
     body = [f"    %{type_}_{i} = arith.constant {i} : {type_}" for type_, i in indices]
     for op in function.ops:
-        if op.kind == "parameter" and weights == "arguments":
+        if op.kind == "parameter" and weights == "arguments" and not _is_table(module.params[op.attrs["name"]]):
             name = argument_name(op.attrs["name"], taken)
             taken.add(name)
             names[op.results[0]] = f"%{name}"
@@ -82,6 +93,8 @@ def _function(module: Module, function: Graph, weights: str, table: Table = LOWE
         if op.kind not in table:
             raise EmitError(f"{op.kind} in {op.path or 'the module'} is not a StableHLO operation; lower the module first")
         text = table[op.kind].text(op, [names[v] for v in op.operands])
+        if op.kind == "parameter" and weights == "arguments":
+            text = f"func.call @{quoted(op.attrs['name'])}() : () -> {op.results[0].type}"
         many = len(op.results) > 1
         names |= {value: f"%{count}#{i}" if many else f"%{count}" for i, value in enumerate(op.results)}
         results = f"%{count}:{len(op.results)}" if many else f"%{count}"

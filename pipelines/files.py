@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 from functools import cache
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from castiron.pipelines.errors import PipelineError
@@ -42,6 +43,14 @@ def read_regular(path: Path) -> bytes:
     if len(data) > MAX_BYTES:
         raise OSError(errno.EFBIG, f"the file is larger than the limit of {MAX_BYTES // 10**6} MB", str(path))
     return data
+
+
+def read_text(path: Path | Traversable) -> str:
+    """Return the text of a file that a user gives; PipelineError if it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PipelineError(f"{path} is not UTF-8 text: invalid byte at offset {error.start}; convert the file") from None
 
 
 def has_too_many_values(text: str | bytes, limit: int = MAX_VALUES) -> bool:

@@ -48,7 +48,7 @@ def compile_stablehlo(text: str, function: str) -> Callable[[Sequence[np.ndarray
 
 
 def _entry(text: str, function: str) -> tuple[str, list[tuple[tuple[int, ...], np.dtype]]]:
-    """Return the module's text with `function` as its only function, renamed to `main`.
+    """Return the module's text with `function` as its only public function, renamed to `main`.
 
     Also return the (shape, dtype) of each argument.
     """
@@ -64,7 +64,7 @@ def _entry(text: str, function: str) -> tuple[str, list[tuple[tuple[int, ...], n
         for op in list(module.body.operations):
             if op.attributes["sym_name"].value == function:
                 found = op
-            else:
+            elif "sym_visibility" not in op.attributes or op.attributes["sym_visibility"].value != "private":
                 op.erase()
         if found is None:
             raise ValueError(f"the StableHLO module has no function {function!r}; give the name of one that it defines")

@@ -15,6 +15,8 @@ tests/emitter/test_ops.py::test_xla_agrees
 tests/emitter/test_printer.py::test_every_16_bit
 tests/emitter/test_printer.py::test_floats_come_back
 tests/emitter/test_verifier.py::test_any_other_name
+tests/emitter/test_emitter_guide.py::test_xla
+tests/compile/test_emit.py::test_xla
 tests/batch/test_batch_parquet.py
 tests/cluster/test_bundle_source.py
 tests/api/test_langchain.py
@@ -97,6 +99,7 @@ tests/evaluate/test_explain.py
 tests/compile/test_keep_intermediates.py
 tests/evaluate/test_known_shapes.py
 tests/engine/test_prefix_store.py::*[lfm2
+tests/cli/test_bad_values.py::*[many
 tests/engine/test_states_text.py::*[qwen3_5
 tests/engine/test_states_text.py::*[granite
 tests/checkpoints/test_gguf_tokenizer.py::test_gemma3

@@ -8,6 +8,7 @@ that killed processes left.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -43,8 +44,11 @@ def write_file(path: Path, data: bytes) -> None:
 def replace_file(path: Path, private: bool = False) -> Iterator[BinaryIO]:
     """Yield a file that replaces `path` when the `with` block ends.
 
-    If the block raises an error, `path` is unchanged. private: whether only the owner may read it.
+    If the block raises an error, `path` is unchanged. A folder, a device or a pipe, such as
+    /dev/null, is not replaced but an OSError. private: whether only the owner may read it.
     """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file; give the path of a file", os.fspath(path))
     with naming(path), _staging(path) as staging:
         with open(staging / _NEW, "wb") as file:
             if private:

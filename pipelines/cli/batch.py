@@ -84,8 +84,9 @@ def main(args: argparse.Namespace) -> int:
     is_table(args.output)
     if output is None and args.json:
         raise PipelineError("--json and the results both use stdout; give a file for the results with -o")
-    if output and output.is_dir():
-        raise PipelineError(f"output is a directory: {args.output}; give a file")
+    if output and output.exists() and not output.is_file():
+        what = "a directory" if output.is_dir() else "a device or a pipe"
+        raise PipelineError(f"output is {what}: {args.output}; give a file, or - for stdout")
     if output and args.input != "-" and output.exists() and output.samefile(args.input):
         raise PipelineError(f"output is the input: {args.output}; give another file")
     if output is None:

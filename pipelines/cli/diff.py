@@ -9,6 +9,7 @@ import argparse
 import json
 
 from castiron.pipelines.cli.options import add_checkpoint, add_options, token_ids
+from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import Progress
 
 EXAMPLES = """\
@@ -38,6 +39,8 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
     from castiron.pipelines.evaluate.diff import compare
 
+    if not 0 <= args.tolerance < float("inf"):
+        raise PipelineError(f"--tolerance is {args.tolerance:g}; give a number of at least 0")
     with Progress() as progress:
         checkpoint = open_checkpoint(args.model, progress, args.ignore_keys)
         tokens = tokens_of(args, checkpoint)
@@ -49,11 +52,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
-    """Return the token ids of --tokens or --prompt; PipelineError if there are fewer than two."""
-    from castiron.pipelines.errors import PipelineError
+    """Return the token ids of --tokens or --prompt; PipelineError if they are invalid or fewer than two."""
+    from castiron.emitter.models import read_config
+    from castiron.pipelines.text.generation import check_token_ids
 
     if args.tokens:
-        tokens = args.tokens
+        check_token_ids(tokens := args.tokens, read_config(checkpoint.config).vocab)
     elif checkpoint.tokenizer is None:
         raise PipelineError(f"{checkpoint.path} has no tokenizer; give token ids with --tokens 1,2,3")
     else:

@@ -1,8 +1,8 @@
 """Print the MLIR of a checkpoint. The same checkpoint and options give the same bytes.
 
 --function and --layer print a part of the model, and --kernel prints one kernel without a model.
-The output is always a complete module. --lowering portable --weights-as arguments prints pure
-StableHLO, for any compiler.
+The output is always a complete module. --lowering portable prints StableHLO only, for any compiler:
+the weights of a function are its last arguments, under their names in the checkpoint.
 """
 
 import argparse
@@ -24,6 +24,7 @@ EXAMPLES = f"""\
 examples:
   castiron emit smollm2-135m-instruct > model.mlir
   castiron emit smollm2-135m-instruct --layer 3 --function decode_step
+  castiron emit ~/models/Llama-3.2-1B --lowering portable --function prefill_128 -o prefill.mlir
   castiron emit --kernel attention_decode --shape 9x3x64 --context 2048 --cache f16 --isa avx512
 
 --kernel           --shape                  --tokens
@@ -40,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="write the text to a file instead of stdout")
     parser.add_argument("--function", metavar="NAME", help="print one function: decode_step, prefill_128, ...")
     parser.add_argument("--layer", type=int, metavar="N", help="print one layer, from 0; its inputs become arguments")
-    parser.add_argument("--weights-as", choices=("parameters", "arguments"), default="parameters", metavar="FORM",
-                        help="weights are parameters of the module (default), or arguments of functions")  # fmt: skip
+    parser.add_argument("--weights-as", choices=("parameters", "arguments"), metavar="FORM",
+                        help="weights are IREE's parameters, or arguments (default with --lowering portable)")  # fmt: skip
     add_options(parser, "--json")
     group = parser.add_argument_group("one kernel instead of a MODEL")
     group.add_argument("--kernel", metavar="NAME", help=f"{', '.join(list(KINDS)[:4])}, ...; see below")
@@ -55,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     module = _kernel(args) if args.kernel else _model(args)
-    text = print_module(module, args.weights_as)
+    # The kernels of other lowerings are IREE's too.
+    text = print_module(module, args.weights_as or ("arguments" if args.lowering == "portable" else "parameters"))
     if args.output:
         write_text(args.output, text)
     if args.json:
@@ -95,7 +97,7 @@ def _kernel(args: argparse.Namespace) -> Module:
     options = compile_options(args)
     if args.model or args.function or args.layer is not None:
         raise PipelineError("--kernel cannot be combined with MODEL, --function or --layer; remove --kernel or the others")
-    if options.lowering != "kernels" or args.weights_as != "parameters":
+    if options.lowering != "kernels" or args.weights_as:
         raise PipelineError("--lowering and --weights-as are for models, not for --kernel; remove them")
     if not args.shape:
         raise PipelineError(f"--kernel {args.kernel} needs --shape; see castiron emit --help")

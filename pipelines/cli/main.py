@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import castiron
-from castiron.pipelines.cli.options import check_models_exist, check_threads, model_first, note_ignored
+from castiron.pipelines.cli.options import check_models_exist, check_not_empty, check_threads, model_first, note_ignored
 from castiron.pipelines.errors import did_you_mean, error_message
 from castiron.pipelines.terminal import sanitised
 
@@ -107,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_json = "--json" in argv
     try:
         args = _parse(argv)
+        check_not_empty(args)
         check_models_exist(args)
         check_threads(args)
         note_ignored(args)

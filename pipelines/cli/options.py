@@ -28,6 +28,8 @@ TARGETS = (
 )  # fmt: skip
 # Drivers of the IREE runtime for GPUs, and the targets of their default bundles.
 GPUS = {"vulkan": "vulkan", "cuda": "cuda", "hip": "rocm", "metal": "metal"}
+# Metavars of arguments that cannot be empty; a text may be.
+PATHS_AND_NAMES = ("MODEL", "DIR|MODEL", "MODEL|DIR", "DIR", "FILE", "PATH", "IN", "OUT", "BASE", "NAME", "NxN")
 # Options that have no effect in greedy decoding.
 DRAWING = ("top_k", "top_p", "min_p", "seed")
 
@@ -177,6 +179,22 @@ def note_ignored(args: argparse.Namespace) -> None:
     """Print a message if -ngl, which has no effect in castiron, is not 0."""
     if getattr(args, "n_gpu_layers", "0") != "0":
         print_message(f"no effect: -ngl {args.n_gpu_layers}; to use a GPU, run castiron compile --target vulkan")
+
+
+def check_not_empty(args: argparse.Namespace) -> None:
+    """Raise a usage error for an empty path or name, which an unset variable of a script gives.
+
+    An empty option would count as one that is not given.
+    """
+    for action in args.parser._actions:
+        value = getattr(args, action.dest, None)
+        if (
+            value != action.default
+            and action.metavar in PATHS_AND_NAMES
+            and "" in (value if isinstance(value, list) else [value])
+        ):
+            name = "/".join(action.option_strings) or action.metavar
+            args.parser.error(f"argument {name} is empty; give a value{', or leave it out' * bool(action.option_strings)}")
 
 
 def check_models_exist(args: argparse.Namespace) -> None:

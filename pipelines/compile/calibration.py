@@ -32,7 +32,7 @@ from castiron.pipelines.compile.build_model import build_model
 from castiron.pipelines.compile.options import Options, Progress
 from castiron.pipelines.compile.weights import UNIFORM, Importance, write_parameters
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.files import require_free_space
+from castiron.pipelines.files import read_text, require_free_space
 from castiron.pipelines.terminal import print_message
 from castiron.pipelines.text.tokenizer import encode_text
 from castiron.vmfb.archive import Part
@@ -89,11 +89,9 @@ def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
     """
     if checkpoint.tokenizer is None:
         raise PipelineError(f"{checkpoint.path} has no tokenizer to calibrate with; leave --calibrate out")
-    try:
-        content = Path(text).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise PipelineError(f"text to calibrate on is not UTF-8: {text}; convert it to UTF-8") from None
-    tokens = encode_text(tokenizer_of(checkpoint.tokenizer, checkpoint.path), content, add_special_tokens=False).ids
+    tokens = encode_text(
+        tokenizer_of(checkpoint.tokenizer, checkpoint.path), read_text(Path(text)), add_special_tokens=False
+    ).ids
     length = min(CHUNK, len(tokens) // WIDTH * WIDTH)
     if not length:
         raise PipelineError(f"{text} has {len(tokens)} tokens, and calibration needs {WIDTH}; give a longer text")

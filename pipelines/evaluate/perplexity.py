@@ -16,6 +16,7 @@ import numpy as np
 
 from castiron.pipelines.engine.sampling import logit_rows, score_width
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.files import read_text
 from castiron.pipelines.text.tokenizer import load_tokenizer
 from castiron.vmfb.bundle import Bundle
 from castiron.vmfb.manifest import Accuracy
@@ -173,11 +174,7 @@ def bundle_logits(session: Session, steps: bool = False) -> LogitsFunction:
 
 def text_of(path: str | None = None) -> str:
     """Return the text of a file, by default of DEFAULT_TEXT, without the last line feed."""
-    try:
-        text = (Path(path) if path else files("castiron.pipelines.evaluate") / DEFAULT_TEXT).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise PipelineError(f"{path} is not text in UTF-8; convert it") from None
-    return text.removesuffix("\n")
+    return read_text(Path(path) if path else files("castiron.pipelines.evaluate") / DEFAULT_TEXT).removesuffix("\n")
 
 
 def tokens_of(bundle: Bundle, path: str | None = None) -> list[int]:

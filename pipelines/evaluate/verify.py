@@ -21,7 +21,9 @@ from castiron.pipelines.checkpoints.hf_files import json_object
 from castiron.pipelines.checkpoints.hf_quantised import quantised_weights
 from castiron.pipelines.checkpoints.quantised_parts import column_orders
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.files import read_text
 from castiron.pipelines.locate import HubName
+from castiron.pipelines.text.generation import check_token_ids
 from castiron.pipelines.text.tokenizer import load_tokenizer
 from castiron.vmfb.bundle import Bundle
 
@@ -61,7 +63,7 @@ def read_prompts(path: str | Path | None = None) -> list[Prompt]:
     optionally "name" and "raw".
     """
     file = Path(path) if path else files("castiron.pipelines.evaluate") / DEFAULT_PROMPTS
-    lines = enumerate(file.read_text(encoding="utf-8").split("\n"), 1)
+    lines = enumerate(read_text(file).split("\n"), 1)
     prompts = [_prompt(line, f"{path}:{number}") for number, line in lines if line.strip()]
     if not prompts:
         raise PipelineError(f"{path} has no prompts; write one per line")
@@ -117,10 +119,7 @@ def encode(prompt: Prompt, tokenizer, vocab: int) -> list[int]:
     tokenizer.
     """
     if prompt.tokens:
-        if (largest := max(prompt.tokens)) >= vocab:
-            raise PipelineError(
-                f"prompt {prompt.name!r}: token {largest} is outside the vocabulary; give ids from 0 to {vocab - 1}"
-            )
+        check_token_ids(prompt.tokens, vocab, f"prompt {prompt.name!r}: ")
         return list(prompt.tokens)
     if tokenizer is None:
         raise PipelineError(f"prompt {prompt.name!r} is text, but the bundle has no tokenizer; give token ids")

@@ -146,6 +146,8 @@ class Chat:
         """Write the messages to a JSON file, and the states (KV cache) to a file beside it."""
         text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n"
         file = Path(path).resolve()
+        if not file.parent.is_dir():
+            raise PipelineError(f"cannot write {path}: no such folder: {file.parent}; create it, or give another path")
         try:
             # An existing file is replaced only when the new one is complete.
             write_file(file, text.encode())

@@ -47,9 +47,17 @@ def encode_prompt(
     if not isinstance(prompt, Collection) or not all(isinstance(token, Integral) for token in prompt):
         kinds = "text, messages or " if tokenizer else ""
         raise PipelineError(f"invalid prompt: {type(prompt).__name__}; give {kinds}a list of token ids (integers)")
-    if outside := [token for token in prompt if not 0 <= token < vocab]:
-        raise PipelineError(f"token {outside[0]} is outside the vocabulary; give ids from 0 to {vocab - 1}")
+    check_token_ids(prompt, vocab)
     return prompt
+
+
+def check_token_ids(ids: Iterable[int], vocab: int, where: str = "") -> None:
+    """Raise PipelineError if an id is outside a vocabulary of `vocab` tokens.
+
+    where: start of the error message.
+    """
+    if outside := [token for token in ids if not 0 <= token < vocab]:
+        raise PipelineError(f"{where}token {outside[0]} is outside the vocabulary; give ids from 0 to {vocab - 1}")
 
 
 def encode_question(text: str, tokenizer: Tokenizer, system: str | None, raw: bool) -> list[int]:

@@ -182,7 +182,7 @@ def test_rejects_texts_without_enough_tokens(directory, tmp_path):
     with pytest.raises(PipelineError, match=f"tokens, and calibration needs {WIDTH}"):
         chunks_of(checkpoint, text(tmp_path / "few", 40))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PipelineError, match="text to calibrate on is not UTF-8"):
+    with pytest.raises(PipelineError, match="is not UTF-8 text"):
         chunks_of(checkpoint, tmp_path / "binary")
     bare = open_checkpoint(tiny.tiny_model("llama", tmp_path / "bare"))
     with pytest.raises(PipelineError, match="has no tokenizer"):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from castiron.emitter.codecs import dequantise
 from castiron.emitter.kernels.weights.packing import pack as pack_rows
@@ -15,7 +18,7 @@ from castiron.pipelines.compile.build_model import build_module
 from castiron.pipelines.compile.options import Options
 from castiron.pipelines.compile.parts import KINDS, extract_layer
 from castiron.pipelines.compile.weights import pack_parameter
-from castiron.reference import interpreter
+from castiron.reference import hf, interpreter, xla
 from castiron.reference.tiny import tiny_model
 from castiron.vmfb.compiler import compile_mlir
 from castiron.vmfb.targets import resolve
@@ -113,6 +116,42 @@ def test_a_function_module_has_the_models_text(model, capsys, tmp_path):
     assert single[start:].removesuffix("}\n") in complete and "prefill" not in single
     assert all(line in complete for line in single.splitlines() if line.startswith("util.global"))
     compile_mlir(single, resolve("host"), tmp_path / "function.vmfb")
+
+
+def test_xla_runs_the_portable_text_on_the_checkpoints_own_tensors(model, capsys):
+    """Arguments have the names and shapes of the tensors in the checkpoint, and the logits are HF's."""
+    tokens = [5, 17, 3, 99, 42, 8, 1, 60]
+    text = printed(capsys, model, "--lowering", "portable", "--function", "prefill_8", "--context", "16")
+    assert not re.search(r"\b(util|flow|iree|arith)\.", text)
+    tensors = load_file(f"{model}/model.safetensors")
+    (head,) = re.findall(r"func.func public @prefill_8\((.*)\) ->", text)
+    given = {"tokens": np.int32(tokens), "start": np.int32(0), "length": np.int32(8)}
+    arrays = [
+        given[name]
+        if name in given
+        else tensors[name]
+        if name in tensors
+        else np.zeros(list(map(int, shape.split("x")[:-1])), "f4")
+        for name, shape in re.findall(r"%([\w.]+): tensor<([^>]*)>", head)
+    ]
+    best, logits, *_ = xla.run_stablehlo(text, "prefill_8", arrays)
+    expected = hf.logits(hf.load(Path(model)), tokens)[-1]
+    np.testing.assert_allclose(logits, expected, atol=2e-5 * np.ptp(expected))
+    assert best == expected.argmax()
+
+
+def test_the_form_of_weights_follows_from_the_lowering(model, capsys):
+    part = [model, "--function", "decode_step", "--context", "16"]
+    globals_ = {
+        words: printed(capsys, *part, *words.split()).count("util.global")
+        for words in ("", "--lowering portable", "--lowering portable --weights-as parameters", "--weights-as arguments")
+    }
+    assert [bool(count) for count in globals_.values()] == [True, False, True, False]
+
+
+def test_a_module_with_kernels_and_weights_as_arguments_is_complete(model, capsys, tmp_path):
+    text = printed(capsys, model, "--layer", "0", "--function", "decode_step", "--weights-as", "arguments")
+    compile_mlir(text, resolve("host"), tmp_path / "layer.vmfb")
 
 
 def test_parts_are_printed_as_json_and_to_files_too(model, capsys, tmp_path):

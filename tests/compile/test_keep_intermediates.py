@@ -170,7 +170,7 @@ def test_modules_of_other_types_and_files_that_are_none_are_rejected(made, check
 
 def test_weights_as_arguments_have_their_names(checkpoint, capsys):
     capsys.readouterr()
-    argv = ["emit", checkpoint, "--lowering", "portable", "--weights-as", "arguments", "--function", "decode_step"]
+    argv = ["emit", checkpoint, "--lowering", "portable", "--function", "decode_step"]
     assert cli.main([*argv, *SMALL, "--weights", "f32"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "func.func public" in line]
     arguments = re.findall(r"%([\w.$-]+): tensor", line)

@@ -286,7 +286,7 @@ def test_invalid_arguments_are_rejected(bundle, tmp_path, capsys):
         (["-c", "3"], "--context is 3"),
         (["-c", "48", "--chunks", "0"], "--chunks is 0"),
         (["-c", "48", "--text", str(short)], "9 tokens, and chunks of 48 need at least 96"),
-        (["-c", "48", "--text", str(latin)], "latin is not text in UTF-8"),
+        (["-c", "48", "--text", str(latin)], "latin is not UTF-8 text"),
         (["-c", "48", "--text", str(tmp_path / "none")], "No such file"),
         (["-c", "48", "--against", str(tmp_path)], "not a bundle"),
     ):
