@@ -30,6 +30,7 @@ from castiron.vmfb.targets import Target
 QUIET_FLAGS = ("--mlir-print-op-on-diagnostic=false", "--mlir-print-stacktrace-on-diagnostic=false")
 SHOWN_ERRORS, SHOWN_WIDTH = 3, 300
 MAX_CACHE_BYTES, MAX_FAILURES = 512 * 2**20, 20
+NOT_INSTALLED = "the IREE compiler is not installed; pip install iree-base-compiler"
 # Interval in seconds at which a waiting thread checks whether the compiler has ended.
 POLL_SECONDS = 0.02
 
@@ -58,7 +59,15 @@ def compiler_version() -> str:
     try:
         return importlib.metadata.version("iree-base-compiler")
     except importlib.metadata.PackageNotFoundError:
-        raise CompileError("the IREE compiler is not installed; pip install iree-base-compiler") from None
+        raise CompileError(NOT_INSTALLED) from None
+
+
+def is_installed() -> bool:
+    """Return whether this environment has the compiler; running a bundle does not need it."""
+    try:
+        return bool(compiler_version())
+    except CompileError:
+        return False
 
 
 def compiler_path() -> Path:

@@ -65,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("instead of a bundle")
     group.add_argument("--shape", metavar="NAME", help="random model of this shape; with --kernel, its sizes")
     group.add_argument("--kernel", metavar="NAME", help=f"one kernel: {', '.join(list(KINDS)[:4])}, ...")
-    group.add_argument("--codec", metavar="TYPE", help="type of the weights (default: q4_k, mixed as Q4_K_M; of a kernel f32)")
+    group.add_argument(
+        "--codec", type=str.lower, metavar="TYPE", help="type of the weights (default: q4_k, mixed as Q4_K_M; of a kernel f32)"
+    )
     add_options(group, "--numerics", default=None, help="as in castiron compile (default: exact)")
     add_options(group, "--context", help=f"positions of the KV cache (default: {CONTEXT})")
     add_options(group, "--cache", default=None, help="type of the KV cache (default: f32)")

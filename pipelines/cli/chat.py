@@ -327,14 +327,22 @@ class ChatInput:
             return None
 
 
+def is_open_block(text: str) -> bool:
+    """Return whether `text` starts a block of lines with triple quotes, and does not close it."""
+    return text.lstrip().startswith(BLOCK) and BLOCK not in text.lstrip()[len(BLOCK) :]
+
+
 def _prompt_session(history: Path | None) -> Any:
     from castiron.vmfb.staging import PRIVATE_FILE, PRIVATE_FOLDER
 
     try:
         from prompt_toolkit import PromptSession
+        from prompt_toolkit.application import get_app
         from prompt_toolkit.completion import Completer, DummyCompleter, PathCompleter, WordCompleter
         from prompt_toolkit.document import Document
+        from prompt_toolkit.filters import Condition
         from prompt_toolkit.history import FileHistory
+        from prompt_toolkit.key_binding import KeyBindings
         from prompt_toolkit.output import create_output
         from prompt_toolkit.shortcuts import CompleteStyle
     except ImportError:
@@ -357,6 +365,13 @@ def _prompt_session(history: Path | None) -> Any:
             completer = self.arguments.get(COMMANDS.get(command, ("",))[0], DummyCompleter())
             return completer.get_completions(Document(rest), complete_event)
 
+    keys = KeyBindings()
+
+    # So that the complete block is one entry of the history.
+    @keys.add("enter", filter=Condition(lambda: is_open_block(get_app().current_buffer.text)))
+    def add_line(event):
+        event.current_buffer.newline(copy_margin=False)
+
     stored = None
     if history:
         try:
@@ -368,5 +383,5 @@ def _prompt_session(history: Path | None) -> Any:
             print_message(f"{history}: {error.strerror}; this chat is not stored in the history")
     return PromptSession(
         completer=LineCompleter(), complete_while_typing=False, complete_style=CompleteStyle.READLINE_LIKE, history=stored,
-        output=create_output(always_prefer_tty=True),
+        output=create_output(always_prefer_tty=True), key_bindings=keys, prompt_continuation=MORE,
     )  # fmt: skip

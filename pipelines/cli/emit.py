@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("one kernel instead of a MODEL")
     group.add_argument("--kernel", metavar="NAME", help=f"{', '.join(list(KINDS)[:4])}, ...; see below")
     group.add_argument("--shape", metavar="NxN", help="sizes of the kernel, as below")
-    group.add_argument("--codec", default="f32", metavar="TYPE", help="type of the weight: q4_1, bf16, ... (default: f32)")
+    group.add_argument(
+        "--codec", type=str.lower, default="f32", metavar="TYPE", help="type of the weight: q4_1, bf16, ... (default: f32)"
+    )
     group.add_argument("--tokens", type=int, metavar="N", help="tokens that the kernel processes at once, as below")
     group.add_argument("--isa", choices=("avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx", "neon", "neoni8mm"),
                        metavar="ISA", help="avx2, avx512, amx, neon, ... (default: that of --target)")  # fmt: skip

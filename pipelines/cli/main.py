@@ -161,6 +161,10 @@ def command_parser(name: str, parser: Parser | None = None) -> Parser:
     parser = parser or Parser(prog=f"castiron {name}")
     parser.formatter_class, parser.description, parser.epilog = Formatter, module.__doc__, module.EXAMPLES
     module.add_arguments(parser)
+    for action in parser._actions:
+        # Names have any case: Q4_K_M is how files are called.
+        if action.choices is not None and action.type is None:
+            action.type = str.lower
     positional = parser._get_formatter()
     positional.add_usage(None, parser._get_positional_actions(), [], "")
     parser.usage = positional.format_help().replace("%(prog)s", "").strip().replace(parser.prog, "%(prog)s [OPTIONS]", 1)

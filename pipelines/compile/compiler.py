@@ -34,7 +34,14 @@ from castiron.pipelines.compile.weights import write_parameters
 from castiron.pipelines.files import BUNDLE_SOURCES, require_free_space, sources_hash
 from castiron.pipelines.locate import parts_of
 from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
-from castiron.vmfb.compiler import compile_flags, compile_modules, compiler_version
+from castiron.vmfb.compiler import (
+    NOT_INSTALLED,
+    CompileError,
+    compile_flags,
+    compile_modules,
+    compiler_version,
+    is_installed,
+)
 from castiron.vmfb.disk import naming
 from castiron.vmfb.known_answer import KnownAnswer
 from castiron.vmfb.manifest import DEVICE, MODEL, TABLE, TOKENIZER, WEIGHTS, Accuracy, BundleError, Manifest, module_name
@@ -76,7 +83,8 @@ def compile_model(
     """Compile a model into the bundle directory `out`.
 
     If `out` is an up-to-date bundle of the same inputs and `keep` is None, nothing is compiled.
-    After an error, no new files are left.
+    Without an installed compiler, the version that made the bundle counts as the same input. After
+    an error, no new files are left.
 
     Args:
         model: GGUF file, HF directory, catalogue name, or org/name on the hub; named models are
@@ -95,13 +103,16 @@ def compile_model(
     target = resolve(options.target)
     path = find_checkpoint(model, progress)
     tiles = tuned_tiles(options, target) if tiles is None else tiles
-    key = _key(path, options, target)
     before = existing(out)
+    compiler = before.manifest.versions.iree if before and not is_installed() else compiler_version()
+    key = _key(path, options, target, compiler)
     facts = before.manifest.compile if before else {}
     # The key does not include tiles, so compare the tiles of the bundle's matmuls separately.
     used = {name: tiles[name] for name in facts.get("matmuls", ()) if name in tiles}
     if before is not None and facts.get("key") == key and facts.get("tuned") == used and keep is None:
         return CompileReport(before.path, True, {}, before.manifest)
+    if not is_installed():
+        raise CompileError(f"{model} has changed since {out} was compiled, and {NOT_INSTALLED}")
     checkpoint = open_source(path, options, progress)
     announce()
 
@@ -117,7 +128,7 @@ def compile_model(
     with stage("emit"):
         module = build_module(checkpoint, options, target, tiles)
         text = print_module(module)
-    weights_key = _weights_key(path, options, target, module)
+    weights_key = _weights_key(path, options, target, module, compiler)
     same = next((b for b in (before, packed) if b and b.manifest.compile.get("weights_key") == weights_key), None)
     if same is None:
         require_free_space(out, sum(param.type.nbytes for param in module.params.values()), f"the bundle {out}")
@@ -231,13 +242,13 @@ def existing(out: Path) -> Bundle | None:
         return None
 
 
-def _weights_key(path: Path, options: Options, target: Target, module: Module) -> str:
+def _weights_key(path: Path, options: Options, target: Target, module: Module, compiler: str) -> str:
     types = sorted((param.name, str(param.type)) for param in module.params.values())
     of_weights = replace(options, context=None, prefill=(), batch=(), speculate=(), embed=(), iree_flags=())
-    return hashlib.sha256(json.dumps([_key(path, of_weights, target), types]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([_key(path, of_weights, target, compiler), types]).encode()).hexdigest()
 
 
-def _key(path: Path, options: Options, target: Target) -> str:
+def _key(path: Path, options: Options, target: Target, compiler: str) -> str:
     """Return a hash of everything that determines a bundle, except the tile sizes of its matmuls.
 
     This includes the checkpoint at `path`, the options and castiron's version. If neither this hash
@@ -250,7 +261,7 @@ def _key(path: Path, options: Options, target: Target) -> str:
     stamps = [(os.path.relpath(p, path), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     chosen = asdict(options) | {"threads": options.threads_or_cores}
     del chosen["tuned"]  # compared as tiles
-    inputs = [stamps, chosen, asdict(target), castiron.__version__, compiler_version()]
+    inputs = [stamps, chosen, asdict(target), castiron.__version__, compiler]
     if options.adapter:
         inputs.append(adapter_sha256(Path(options.adapter)))
     if options.calibrate:

@@ -64,15 +64,19 @@ def open_or_compile(
     from castiron.pipelines.checkpoints.catalogue import canonical_name
     from castiron.pipelines.compile.compiler import existing
     from castiron.pipelines.compile.options import Options
+    from castiron.vmfb.compiler import is_installed
 
     options = options or (Options.for_draft(target) if draft else Options(target=target))
     source = path if path.exists() else canonical_name(model)
     cached, quick = (cached_path(source, chosen) for chosen in (options, options.for_one_sequence()))
-    if one_sequence and existing(cached) is None:
+    if (one_sequence or not is_installed()) and existing(cached) is None:
         options, cached = options.for_one_sequence(), quick
     if existing(cached) is None:
         # Remove the rest of a partly deleted bundle, which the compiler would not replace.
         shutil.rmtree(cached, ignore_errors=True)
+    elif not path.exists() and not is_installed():
+        # Where nothing can be compiled, a name needs no download.
+        return open_bundle(cached, full_check=full_check)
     kind = "as a draft, with q4_0 weights" if draft else "with default options"
     message = f"compiling {model} once, {kind}; castiron compile takes others" if announce else None
     built = compile_to(source, cached, options, progress, evaluate, existing(quick), message)

@@ -70,6 +70,8 @@ class Options:
     iree_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("weights", "numerics", "cache", "lowering"):
+            object.__setattr__(self, name, str(getattr(self, name)).lower())
         if not self.lowering:
             object.__setattr__(self, "lowering", GPU_LOWERING if is_gpu(self.target) else "kernels")
         if self.lowering == ("kernels" if is_gpu(self.target) else GPU_LOWERING):

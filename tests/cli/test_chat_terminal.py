@@ -64,6 +64,25 @@ def test_a_paste_is_one_message(terminal, tmp_path):
     assert asked(tmp_path) == ["b\n c\n/quit\nd"]
 
 
+def test_the_up_arrow_recalls_a_complete_block(terminal, tmp_path):
+    with terminal() as chat:
+        chat.prompt()
+        chat.type('"""b\r')
+        chat.wait_for(r"\.[ \x08]")
+        chat.type(' c\rd"""\r')
+        chat.wait_for("positions")
+        chat.prompt()
+        chat.type("\x1b[A\r")
+        chat.wait_for("positions")
+        chat.prompt()
+        chat.type(f"/save {tmp_path}/c\r")
+        chat.wait_for("4 messages in")
+        chat.prompt()
+        chat.type(f"/save {tmp_path}/absent/c\r")
+        chat.wait_for(f"cannot write {tmp_path}/absent/c: no such folder: {tmp_path}/absent; create it, or give another path")
+    assert asked(tmp_path) == ["b\n c\nd"] * 2 and not (tmp_path / "absent").exists()
+
+
 def test_without_prompt_toolkit_a_chat_reads_plain_lines(terminal, tmp_path):
     with terminal(without="prompt_toolkit") as chat:
         for line in ('"""b', 'c"""', f"/save {tmp_path}/c"):

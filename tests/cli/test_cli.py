@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from castiron.pipelines.checkpoints.gguf_file import CODEC_OF_GGML_TYPE
 from castiron.pipelines.checkpoints.hf_tensors import TEXT_PARTS
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.cli import run as run_command
+from castiron.pipelines.compile.options import Options
 from castiron.pipelines.engine import request
 from tests.support import toy_text
 from tests.support.terminal import at_terminal
@@ -213,6 +215,20 @@ def test_habits_of_llama_cpp_and_ollama_work(bundle, capsys):
         assert message in complaint(capsys)
 
 
+def test_names_of_types_have_any_case(capsys):
+    """GGUF files are called Q4_K_M, and llama.cpp's options take this name."""
+    for command in cli.COMMANDS:
+        parser = cli.command_parser(command)
+        for action in parser._actions:
+            for choice in action.choices or ():
+                value = parser._get_values(action, [choice.upper()])
+                assert (value if isinstance(value, str) else value[0]) == choice
+    texts = [cli.main(["emit", "--kernel", "gemv", "--shape", "16x32", "--codec", codec]) or capsys.readouterr().out
+             for codec in ("q4_1", "Q4_1")]  # fmt: skip
+    assert texts[0] == texts[1]
+    assert Options(weights="Q4_K_M", cache="F16", numerics="FAST") == Options(weights="q4_k_m", cache="f16", numerics="fast")
+
+
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_shows_examples_and_one_line_for_each_option(command, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -256,13 +272,33 @@ def test_the_completion_of_a_shell_has_every_option(shell, capsys):
 )
 def test_a_runtime_environment_is_enough(command, printed):
     """These commands work without the compiler, torch and the server's packages."""
+    done = in_runtime_environment(*command)
+    assert done.returncode == 0 and printed in done.stdout, done.stderr
+
+
+def test_a_cached_bundle_of_a_name_runs_in_a_runtime_environment(bundle, tmp_path):
+    """Nothing is downloaded, and a name without a bundle says what is missing."""
+    shutil.copytree(bundle, tmp_path / "bundles/smollm2-135m-instruct")
+    environment = {**os.environ, "CASTIRON_CACHE": str(tmp_path), "PIP_NO_INDEX": "1"}
+    argv = ["--tokens", "1,2", "-n", "3", "--ignore-eos", "--json"]
+    done = in_runtime_environment("run", "smollm2-135m-instruct", *argv, env=environment)
+    expected = json.loads(castiron("run", bundle, *argv).stdout)["tokens"]
+    assert done.returncode == 0 and json.loads(done.stdout)["tokens"] == expected, done.stderr
+
+
+def in_runtime_environment(*argv: str, **options) -> subprocess.CompletedProcess:
+    """Run a command where only the packages that run bundles are installed."""
     absent = "torch transformers iree.compiler gguf safetensors starlette uvicorn pydantic llama_cpp"
     program = (
-        f"import sys; sys.modules.update(dict.fromkeys({absent.split()!r}))\n"
+        f"import importlib.metadata as metadata, sys; sys.modules.update(dict.fromkeys({absent.split()!r}))\n"
+        "version = metadata.version\n"
+        "def of_runtime(name):\n"
+        "    if name == 'iree-base-compiler': raise metadata.PackageNotFoundError(name)\n"
+        "    return version(name)\n"
+        "metadata.version = of_runtime\n"
         "from castiron.pipelines.cli.main import main\nsys.exit(main())"
     )
-    done = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True)
-    assert done.returncode == 0 and printed in done.stdout, done.stderr
+    return subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, timeout=120, **options)
 
 
 def test_run_imports_only_the_modules_that_it_uses(bundle):

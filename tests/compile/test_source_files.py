@@ -51,7 +51,7 @@ BUNDLE, TILES = "the key of a bundle", "the key of tiles"
 )
 def test_a_bundle_is_out_of_date_when_code_that_made_it_changes(tmp_path, touch, file, changed):
     checkpoint, host = write_llama(tmp_path / "tiny.gguf"), resolve("host")
-    keys = lambda: {BUNDLE: compiling._key(checkpoint, Options(), host), TILES: store.key_of(host, 2)}
+    keys = lambda: {BUNDLE: compiling._key(checkpoint, Options(), host, "3.13.0"), TILES: store.key_of(host, 2)}
     before = keys()
     touch(file)
     assert {name for name, key in keys().items() if key != before[name]} == changed

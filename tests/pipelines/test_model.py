@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.reference import tiny
 from castiron.vmfb.bundle import pack_bundle
+from castiron.vmfb.compiler import CompileError
 from castiron.vmfb.session import Session, move_to
 from tests.support import served, toy_text
 
@@ -279,6 +281,27 @@ def test_the_complete_bundle_follows_the_one_of_the_first_answer(checkpoint, tmp
     # Other numbers in the checkpoint are packed again.
     tiny.tiny_model("llama", checkpoint, seed=1)
     assert (open_or_compile(checkpoint, options).path / "weights.irpa").stat().st_ino != weights
+
+
+def test_a_cached_bundle_runs_without_the_compiler(checkpoint, monkeypatch):
+    """An unchanged checkpoint has the bundle; a changed one would need the compiler."""
+    with castiron.load(checkpoint, threads=1, **SMALL) as model:
+        tokens = model.generate([1, 2, 3], max_tokens=4).tokens
+    version = importlib.metadata.version
+
+    def without_compiler(name):
+        if name == "iree-base-compiler":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr("importlib.metadata.version", without_compiler)
+    with castiron.load(checkpoint, threads=1, **SMALL) as model:
+        assert model.generate([1, 2, 3], max_tokens=4).tokens == tokens
+    tiny.tiny_model("llama", checkpoint, seed=1)
+    with pytest.raises(CompileError, match="has changed since .* was compiled, and the IREE compiler is not installed"):
+        castiron.load(checkpoint, threads=1, **SMALL)
+    with pytest.raises(CompileError, match="^the IREE compiler is not installed; pip install iree-base-compiler$"):
+        castiron.load(checkpoint, threads=1, context=8)
 
 
 def test_bundles_are_cached_by_checkpoint_and_options(tmp_path, monkeypatch):
