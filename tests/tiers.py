@@ -82,6 +82,8 @@ tests/evaluate/test_bench_kernel.py
 tests/compile/test_calibrate.py
 tests/compile/test_emit.py::test_a_kernel_module_compiles
 tests/compile/test_gguf_types.py
+tests/checkpoints/test_hf_tokenizer.py::test_many
+tests/checkpoints/test_hub.py::test_a_copy*all
 tests/checkpoints/test_hf_quantised.py::test_logits_of
 tests/checkpoints/test_hf_quantised.py::test_bundles
 tests/compile/test_weights.py::test_a_quantised_bundle

@@ -56,11 +56,14 @@ class Tokens:
 
     fim: ids of the checkpoint's fill-in-the-middle tokens, by llama.cpp's names: pre, suf, mid,
     pad, rep (repository) and sep (file).
+    special: texts of special tokens for the chat template, by name, such as bos_token. If it is
+    None, the template gets those of `bos` and of the first id in `eos`.
     """
 
     bos: int | None = None
     eos: tuple[int, ...] = ()
     fim: dict[str, int] = field(default_factory=dict)
+    special: dict[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -157,9 +157,8 @@ class ModelApi:
         The evaluation tool lm-eval reads it.
         """
         text = self.tokenizer
-        ids = {"bos_token": text.bos, "eos_token": text.eos[0] if text.eos else None}
-        special = {name: None if index is None else text.backend.id_to_token(index) for name, index in ids.items()}
-        return {"tokenizer_class": "PreTrainedTokenizerFast", **special, "pad_token": None,
+        special = {name: text.special.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **special,
                 "chat_template": text.chat_template, "model_max_length": self.context}  # fmt: skip
 
     async def detokenize(self, tokens: list[int]) -> str:

@@ -20,8 +20,8 @@ from castiron.emitter.codecs import codec_of
 from castiron.emitter.quantise import convert
 from castiron.emitter.shorten import shorten, shorten_list, shorten_text
 from castiron.pipelines.checkpoints.checkpoint import EMBEDDING, HEAD, Checkpoint, CheckpointError, Tensor
-from castiron.pipelines.checkpoints.hf_directory import chat_template
 from castiron.pipelines.checkpoints.hf_files import json_object, read_safetensors
+from castiron.pipelines.checkpoints.hf_tokenizer import HfTokenizer, read_tokenizer
 from castiron.vmfb.archive import Part
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -50,15 +50,14 @@ class Adapter:
     pairs: {name of a weight: (B f32 [out, r], A f32 [r, in], scale)}; scale * B A is added to the
         weight.
     replaced: {name of a tensor: the adapter's tensor, which replaces that of the base model}.
-    tokenizer: content of the adapter's tokenizer.json, if it has one.
+    text: the adapter's tokenizer and chat template, as far as it has them.
     """
 
     path: Path
     rank: int
     pairs: Mapping[str, tuple[np.ndarray, np.ndarray, float]]
     replaced: Mapping[str, Tensor]
-    tokenizer: dict | None = None
-    chat_template: str | None = None
+    text: HfTokenizer = HfTokenizer()
 
 
 def adapter_sha256(path: Path) -> str:
@@ -95,7 +94,7 @@ def open_adapter(path: Path) -> Adapter:
             side, values = "B" if side == "A" else "A", values.T
         parts.setdefault(module, {})[side] = values
     pairs = {f"{module}.weight": _pair(path, config, module, sides) for module, sides in parts.items()}
-    return Adapter(path, config["r"], pairs, replaced, json_object(path / "tokenizer.json"), chat_template(path))
+    return Adapter(path, config["r"], pairs, replaced, read_tokenizer(path, {}))
 
 
 def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
@@ -133,12 +132,16 @@ def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
         )
     tensors |= {name: replace(tensor, source=f"{name} of the adapter") for name, tensor in replaced.items()}
     tensors |= {name: _adapted(tensors[name], *pair) for name, pair in adapter.pairs.items()}
-    return replace(
-        checkpoint,
-        tensors=tensors,
-        tokenizer=adapter.tokenizer or checkpoint.tokenizer,
-        chat_template=adapter.chat_template or checkpoint.chat_template,
-    )
+    text, changed = adapter.text, replace(checkpoint, tensors=tensors)
+    if text.content:
+        ends = (*text.ids("eos_token"), *checkpoint.eos_token_ids)
+        changed = replace(
+            changed,
+            tokenizer=text.content,
+            special_tokens=text.special_tokens or checkpoint.special_tokens,
+            eos_token_ids=tuple(dict.fromkeys(ends)),
+        )
+    return replace(changed, chat_template=text.chat_template or checkpoint.chat_template)
 
 
 _GIVE_ITS_BASE = "give the base model that the adapter was trained on"

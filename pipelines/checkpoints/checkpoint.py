@@ -121,6 +121,8 @@ class Checkpoint:
     format: "gguf" or "hf".
     config, tokenizer, generation_config: the contents of config.json, tokenizer.json and
         generation_config.json.
+    special_tokens: texts of the special tokens that a chat template may use, by name, such as
+        "bos_token"; None if only `bos_token_id` and `eos_token_ids` are known.
     fim_token_ids: ids of the fill-in-the-middle tokens in a GGUF file, by role, such as "suf".
     left_out: {prefix of tensor names, such as "model.visual": number of tensors}, for tensors in
         the file that castiron does not use.
@@ -135,6 +137,7 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
     tokenizer: dict | None = None
     chat_template: str | None = None
+    special_tokens: Mapping[str, str] | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     fim_token_ids: Mapping[str, int] = field(default_factory=dict)

@@ -19,6 +19,8 @@ _MODES = {"mean": "mean", "lasttoken": "last", "cls": "cls"}
 _FLAG, _OLD_NAMES = "pooling_mode_", {"mean_tokens": "mean", "cls_token": "cls"}
 _ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
 _TENSORS = "model.safetensors"
+# The files that `read_encoding` opens besides `module_files`; * is any name.
+FILES = (MODULES, _PROMPTS, _LIMITS)
 _EMBEDDING = "sentence_embedding"
 
 
@@ -68,6 +70,14 @@ def read_encoding(path: Path) -> Encoding | None:
         )
     max_tokens = _tokens(limits.get("max_seq_length")) or tokenizer_limit(path)
     return Encoding(pooling, named, default, max_tokens, limits.get("do_lower_case") is True, tensors)
+
+
+def module_files(path: Path) -> list[str]:
+    """Return the files of the modules after the transformer: config, and weights of Dense layers."""
+    found = json_value(path / MODULES)
+    modules = [_module(path, entry) for entry in (found if isinstance(found, list) else [])]
+    configs = [f"{folder}/config.json" for kind, folder in modules if kind in ("Pooling", "Dense")]
+    return configs + [f"{folder}/{_TENSORS}" for kind, folder in modules if kind == "Dense"]
 
 
 def _module(path: Path, entry: Any) -> tuple[str, str]:

@@ -1,10 +1,12 @@
 """Open an HF directory as a Checkpoint: config.json, safetensors and tokenizer files."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from castiron.emitter.models import family
 from castiron.emitter.shorten import shorten, shorten_list, shorten_text
+from castiron.pipelines.checkpoints import encoding_files, hf_tokenizer
 from castiron.pipelines.checkpoints.checkpoint import (
     HEAD,
     Checkpoint,
@@ -16,14 +18,17 @@ from castiron.pipelines.checkpoints.checkpoint import (
     without_shared,
 )
 from castiron.pipelines.checkpoints.encoding_files import read_classifier, read_encoding
-from castiron.pipelines.checkpoints.hf_files import PART_TYPES, json_object, read_safetensors, text_of, unsupported_type
+from castiron.pipelines.checkpoints.hf_files import PART_TYPES, json_object, read_safetensors, unsupported_type
 from castiron.pipelines.checkpoints.hf_quantised import quantised_weights
 from castiron.pipelines.checkpoints.hf_tensors import TEXT_PARTS, base_names, family_tensors, text_config, text_tensors
+from castiron.pipelines.checkpoints.hf_tokenizer import HfTokenizer, read_tokenizer
 from castiron.pipelines.checkpoints.quantised_parts import column_orders
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 MODELOPT = "hf_quant_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# The files that `open_hf_directory` opens, except those that other files list; * is any name in a folder.
+_SMALL_FILES = (CONFIG, GENERATION, MODELOPT, INDEX, *hf_tokenizer.FILES, *encoding_files.FILES)
 # Max bytes of a file name.
 _MAX_NAME = 255
 
@@ -46,7 +51,7 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
     config.pop("quantization_config", None)
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{path / CONFIG} has no model_type in its text_config; download the file again")
-    generation = json_object(path / "generation_config.json") or {}
+    generation = json_object(path / GENERATION) or {}
     tensors, left_out = text_tensors(full_config["model_type"], stored)
     left_out |= scales
     encoding = read_encoding(path) or read_classifier(path, full_config, stored)
@@ -59,22 +64,33 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
             raise unsupported_type(path, tensor.name, tensor.codec)
     if encoding:
         tensors |= encoding.tensors
-    sources = (generation, full_config, config)
+    tokenizer, sources = read_tokenizer(path, full_config), (generation, full_config, config)
+    bos = next(iter(_token_ids(path, "bos_token_id", *sources)), None)
     return Checkpoint(
         path=path,
         format="hf",
         config=config,
         tensors=tensors,
-        tokenizer=json_object(path / "tokenizer.json"),
-        chat_template=chat_template(path),
-        bos_token_id=next(iter(_token_ids(path, "bos_token_id", *sources)), None),
-        eos_token_ids=_token_ids(path, "eos_token_id", *sources),
+        tokenizer=tokenizer.content,
+        special_tokens=tokenizer.special_tokens,
+        chat_template=tokenizer.chat_template,
+        bos_token_id=next(iter(tokenizer.ids("bos_token")), None) if bos is None else bos,
+        eos_token_ids=_end_tokens(path, generation, (full_config, config), tokenizer),
         generation_config=generation,
         left_out=left_out,
         quantization_config=quantisation,
         column_orders=orders,
         encoding=encoding,
     )
+
+
+def small_files(names: Iterable[str]) -> list[str]:
+    """Return the files of a repository that `open_hf_directory` opens.
+
+    The result lacks files that one of them lists: `shards_of` and `module_files`.
+    """
+    is_read = lambda name: any(fnmatchcase(name, p) and name.count("/") == p.count("/") for p in _SMALL_FILES)
+    return [name for name in names if is_read(name)]
 
 
 def shards_of(path: Path) -> dict[str, list[str] | None]:
@@ -129,20 +145,24 @@ def tensors_of(path: Path, is_quantised: bool) -> dict[str, Tensor]:
     return tensors
 
 
-def chat_template(path: Path) -> str | None:
-    """Return the chat template from chat_template.jinja or tokenizer_config.json, or None."""
-    if (template := text_of(path / "chat_template.jinja")) is not None:
-        return template
-    template = (json_object(path / "tokenizer_config.json") or {}).get("chat_template")
-    if isinstance(template, list):
-        defaults = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
-        template = defaults[-1].get("template") if defaults else None
-    return template if isinstance(template, str) else None
-
-
 def _token_ids(path: Path, key: str, *sources: dict) -> tuple[int, ...]:
+    """Return the ids of the first source that has the key."""
     value = next((source[key] for source in sources if source.get(key) is not None), [])
     tokens = value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
         raise CheckpointError(f"{path}: {key} is {shorten(value)}, not a token id; download the file again")
     return tuple(tokens)
+
+
+def _end_tokens(path: Path, generation: dict, configs: Sequence[dict], tokenizer: HfTokenizer) -> tuple[int, ...]:
+    """Return the ids of generation_config.json, of the tokenizer and of config.json.
+
+    In many files, config.json has the default id of HF's class, which may be an ordinary token. So
+    its ids count only for added tokens, unless there are no others.
+    """
+    vocab = configs[-1].get("vocab_size")
+    fits = lambda token: not isinstance(vocab, int) or token < vocab
+    stated = (*_token_ids(path, "eos_token_id", generation), *filter(fits, tokenizer.ids("eos_token")))
+    own = [token for config in configs for token in _token_ids(path, "eos_token_id", config)]
+    is_end = lambda token: fits(token) and (tokenizer.content is None or tokenizer.is_added(token))
+    return tuple(dict.fromkeys((*stated, *(filter(is_end, own) if stated else own))))

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from castiron.emitter.shorten import shorten_list
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-from castiron.pipelines.checkpoints.hf_directory import CONFIG, INDEX, MODELOPT, SINGLE, shards_of
+from castiron.pipelines.checkpoints.encoding_files import MODULES, module_files
+from castiron.pipelines.checkpoints.hf_directory import CONFIG, INDEX, SINGLE, shards_of, small_files
 from castiron.pipelines.errors import install_command
 from castiron.pipelines.files import require_free_space
 from castiron.pipelines.locate import GGUF_PART, HubName, cache_folder, folder_of, parts_of
@@ -25,10 +26,6 @@ from castiron.vmfb.archive import Part
 from castiron.vmfb.disk import reason
 from castiron.vmfb.staging import write_file
 
-# Files of an HF directory that castiron reads besides the weights.
-_SMALL_FILES = (
-    CONFIG, MODELOPT, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-)  # fmt: skip
 _COMMIT = re.compile("[0-9a-f]{40}")
 # GGUF files that are not language models.
 _NOT_A_MODEL = re.compile(r"(^|[-_./])(mmproj|imatrix)", re.IGNORECASE)
@@ -88,7 +85,7 @@ def cached(name: HubName) -> Path | None:
     file = chosen(name, sizes, f"{name.repository} in {cache_folder()}")
     if file is not None:
         return snapshot / file if all(part in sizes for part in parts_of(file)) else None
-    return snapshot if all(shard in sizes for shard in shards_of(snapshot)) else None
+    return snapshot if sizes.keys() >= {*shards_of(snapshot), *module_files(snapshot)} else None
 
 
 def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | None:
@@ -149,11 +146,13 @@ def _fetch(name: HubName, progress: Progress) -> Path:
         if absent := [part for part in weights if part not in files]:
             raise CheckpointError(f"{name} lacks {absent[0]}, one of {len(weights)} parts of the model; choose another file")
     else:
-        small = _SMALL_FILES if SINGLE in files else (*_SMALL_FILES, INDEX)
-        _download(name, snapshot, {path: files[path] for path in small if path in files})
-        weights = [SINGLE] if SINGLE in files else [*shards_of(snapshot)]
-        if absent := [shard for shard in weights if shard not in files]:
-            raise CheckpointError(f"{name} lacks {absent[0]}, which its {INDEX} names; choose another revision")
+        small = [path for path in small_files(files) if path != INDEX or SINGLE not in files]
+        _download(name, snapshot, {path: files[path] for path in small})
+        shards, modules = [SINGLE] if SINGLE in files else [*shards_of(snapshot)], module_files(snapshot)
+        weights = [*shards, *modules]
+        if absent := [path for path in weights if path not in files]:
+            source = INDEX if absent[0] in shards else MODULES
+            raise CheckpointError(f"{name} lacks {absent[0]}, which its {source} names; choose another revision")
     _download(name, snapshot, {path: files[path] for path in weights}, progress)
     if name.revision != commit:
         ref = folder_of(name.repository) / "refs" / name.revision

@@ -65,7 +65,9 @@ def manifest_of(
         codecs=dict(sorted(Counter(codecs_of(checkpoint, options.weights, options.requantise).values()).items())),
         target=target,
         versions=Versions(castiron.__version__, compiler_version()),
-        tokens=Tokens(checkpoint.bos_token_id, tuple(checkpoint.eos_token_ids), dict(checkpoint.fim_token_ids)),
+        tokens=Tokens(
+            checkpoint.bos_token_id, tuple(checkpoint.eos_token_ids), dict(checkpoint.fim_token_ids), checkpoint.special_tokens
+        ),
         generation=checkpoint.generation_config,
         tool_format=_tool_format(checkpoint),
         source=_source(model, checkpoint, sha256, options),
@@ -99,7 +101,9 @@ def _tool_format(checkpoint: Checkpoint) -> dict | None:
     added = (checkpoint.tokenizer or {}).get("added_tokens") or ()
     texts = {token["id"]: token["content"] for token in added}
     ids = {"bos_token": checkpoint.bos_token_id, "eos_token": next(iter(checkpoint.eos_token_ids), None)}
-    special = {name: texts[index] for name, index in ids.items() if index in texts}
+    special = checkpoint.special_tokens
+    if special is None:
+        special = {name: texts[index] for name, index in ids.items() if index in texts}
     form = tool_format_of(checkpoint.chat_template, special)
     return asdict(form) if form else None
 

@@ -255,8 +255,9 @@ def _key(path: Path, options: Options, target: Target, compiler: str) -> str:
     nor the tile sizes have changed, the bundle need not be compiled again.
     """
     path = path.resolve()
-    # The layers after an encoder's pooling are in separate folders.
-    own = [*path.iterdir(), *(path.glob("*/*") if (path / MODULES).exists() else ())] if path.is_dir() else []
+    # Chat templates for tools, and the layers after an encoder's pooling, are in separate folders.
+    inner = "*/*" if (path / MODULES).exists() else "additional_chat_templates/*"
+    own = [*path.iterdir(), *path.glob(inner)] if path.is_dir() else []
     files = sorted(p for p in own or map(path.with_name, parts_of(path.name)) if p.is_file())  # content is not read
     stamps = [(os.path.relpath(p, path), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     chosen = asdict(options) | {"threads": options.threads_or_cores}

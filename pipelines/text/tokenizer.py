@@ -88,14 +88,21 @@ class Tokenizer:
             this token; by default, it is encoded as plain text.
         fim: ids of fill-in-the-middle tokens, by llama.cpp's names: "pre", "suf", "mid" and others.
             If a name is missing, the token is searched for by its text.
+        special: texts of the special tokens for the chat template, by name, such as "bos_token"; by
+            default those of `bos` and of the first id in `eos`.
     """
 
     def __init__(
         self, backend, chat_template: str | None = None, bos: int | None = None, eos: Sequence[int] = (),
         template_args: Mapping[str, object] | None = None, vocab: int | None = None,
         tool_format: ToolFormat | None = None, parse_special: bool = False, fim: Mapping[str, int] = MappingProxyType({}),
+        special: Mapping[str, str] | None = None,
     ):  # fmt: skip
         self.backend, self.chat_template, self.bos, self.eos, self.fim = backend, chat_template, bos, tuple(eos), fim
+        if special is None:
+            ids = {"bos_token": bos, "eos_token": next(iter(eos), None)}
+            special = {name: backend.id_to_token(index) for name, index in ids.items() if index is not None}
+        self.special = special
         # The file may have the padding and truncation that were used for training.
         backend.no_truncation()
         backend.no_padding()
@@ -181,12 +188,10 @@ class Tokenizer:
     def _render(self, messages: Sequence[Mapping], **variables) -> str:
         if self.chat_template is None:
             raise PipelineError("this model has no chat template; give the prompt as it is with --raw")
-        names = {"bos_token": self.bos, "eos_token": self.eos[0] if self.eos else None}
-        special = {name: self.backend.id_to_token(index) for name, index in names.items() if index is not None}
         if not variables.get("tools") or not self._describes_tools:
-            return render(self.chat_template, messages, special_tokens=special, **variables)
+            return render(self.chat_template, messages, special_tokens=self.special, **variables)
         described = describe_tools(messages, variables.pop("tools"), self.tool_format, self._takes_system)
-        return render(self.chat_template, described, special_tokens=special, **variables)
+        return render(self.chat_template, described, special_tokens=self.special, **variables)
 
     @cached_property
     def _takes_system(self) -> bool:
@@ -277,7 +282,7 @@ def load_tokenizer(
     tokens, tool_format = bundle.manifest.tokens, ToolFormat.of(bundle.manifest)
     return Tokenizer(
         backend or load(), bundle.chat_template, tokens.bos, tokens.eos, template_args, bundle.manifest.vocab, tool_format,
-        parse_special, tokens.fim,
+        parse_special, tokens.fim, tokens.special,
     )  # fmt: skip
 
 

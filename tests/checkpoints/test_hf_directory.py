@@ -63,7 +63,7 @@ def test_files_beside_the_weights_are_read(directory):
     assert checkpoint.eos_token_ids == (7,)
     assert checkpoint.tokenizer == {"version": "1.0"}
     assert checkpoint.chat_template == "in config"
-    templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "named"}]
+    templates = [{"name": "rag", "template": "no"}, {"name": "default", "template": "named"}]
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
     assert open_checkpoint(directory).chat_template == "named"
     (directory / "chat_template.jinja").write_text("beside")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import os
 import re
@@ -17,7 +19,7 @@ from huggingface_hub.utils import close_session
 from safetensors.numpy import load_file, save_file
 
 from castiron.pipelines import files
-from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError
 from castiron.pipelines.checkpoints.open_checkpoint import find_checkpoint, open_checkpoint
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.cli.options import default_bundle
@@ -26,9 +28,12 @@ from castiron.pipelines.evaluate.verify import checkpoint_of
 from castiron.pipelines.locate import HubName
 from castiron.reference import tiny
 from castiron.vmfb.bundle import open_bundle
+from tests.support import encoders
 from tests.support.hub_stand_in import COMMIT, Hub, serving
 from tests.support.tiny_gguf import write_llama
+from tests.support.tokenizer_directories import base, write
 from tests.support.toy_text import read_json
+from tests.support.valid_checkpoints import write_beside, write_valid
 
 OTHERS = ("pytorch_model.bin", "onnx/model.onnx", "original/model.safetensors", "README.md", "tf_model.h5")
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -100,6 +105,59 @@ def test_fetches_the_needed_files_once_into_the_hubs_cache(hub, tmp_path):
     assert len(hub.fetched()) == 4
     # A cached file is not fetched again.
     assert find_checkpoint(path) == path
+
+
+def _summary(checkpoint: Checkpoint) -> dict:
+    """Return what a checkpoint consists of, without its path and with hashes of its tensors."""
+    hashes = lambda tensors: {name: hashlib.sha256(t.data.tobytes()).hexdigest() for name, t in tensors.items()}
+    found = {key: value for key, value in vars(checkpoint).items() if key not in ("path", "tensors", "encoding")}
+    encoding = vars(checkpoint.encoding) if checkpoint.encoding else {}
+    layers = hashes(encoding.get("tensors", {}))
+    return found | {"tensors": hashes(checkpoint.tensors), "encoding": encoding | {"tensors": layers}}
+
+
+TEXT_FILES = {
+    "tokenizer_config.json": json.dumps({"eos_token": "</s>", "image_token": "<image>"}),
+    "special_tokens_map.json": json.dumps({"pad_token": "<pad>"}), "added_tokens.json": json.dumps({"<more>": 40}),
+    "chat_template.jinja": "x", "chat_template.json": json.dumps({"chat_template": "y"}),
+    "additional_chat_templates/tool_use.jinja": "z",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("families", [("llama", "qwen2", "qwen3"), ()], ids=["some", "all"])
+def test_a_copy_through_the_hub_gives_what_the_local_directory_gives(families, hub, tmp_path):
+    (folder := tmp_path / "valid").mkdir()
+    directories = [path for path in (*write_valid(folder, families), *write_beside(folder)) if path.is_dir()]
+    for tied, bare in itertools.product((True, False), repeat=2):
+        own = {"pooling": "lasttoken" if bare else "mean", "dense": (8,) if tied else (), "bare": bare}
+        directories.append(encoders.write("qwen3", tmp_path / f"{tied}-{bare}", tie_word_embeddings=tied, longest=9, **own))
+    for name, removed in (("files", ()), ("old", ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"))):
+        own = shutil.copytree(tmp_path / "valid" / "llama", tmp_path / name)
+        write(own, {file: text for file, text in TEXT_FILES.items() if file not in removed})
+        directories.append(own)
+    vocabulary = shutil.copytree(tmp_path / "valid" / "qwen2", tmp_path / "vocabulary")
+    (vocabulary / "tokenizer.json").unlink()
+    model = json.loads(base("qwen"))["model"]
+    merges = "\n".join(map(" ".join, model["merges"]))
+    directories.append(write(vocabulary, {"vocab.json": json.dumps(model["vocab"]), "merges.txt": merges}))
+    for directory in directories:
+        files = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
+        hub.files["org/copy"] = {name: path.read_bytes() for name, path in files.items() if "adapter" not in name}
+        hub.files["org/copy"] |= {name: b"not needed" for name in OTHERS}
+        shutil.rmtree(tmp_path / "hub", ignore_errors=True)
+        fetched = find_checkpoint("org/copy")
+        assert _summary(open_checkpoint(fetched)) == _summary(open_checkpoint(directory)), directory.name
+        assert not {*hub.fetched()} & {*OTHERS}
+        hub.asked.clear()
+
+
+def test_a_missing_module_is_named(hub, tmp_path):
+    directory = encoders.write("qwen3", tmp_path / "encoder", pooling="mean")
+    hub.files["org/encoder"] = {
+        path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
+    del hub.files["org/encoder"]["1_Pooling/config.json"]
+    assert "lacks 1_Pooling/config.json, which its modules.json names" in refusal("org/encoder")
 
 
 def test_an_interrupted_download_is_resumed(hub, repositories, tmp_path, monkeypatch):

@@ -1,0 +1,128 @@
+"""Tokenizer directories are read as AutoTokenizer reads them: ids, decoding, special tokens, templates."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer
+
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.checkpoints.hf_directory import small_files
+from castiron.pipelines.checkpoints.hf_tokenizer import HfTokenizer, read_tokenizer
+from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.text.chat_template import render
+from castiron.vmfb.token_table import table_of
+from tests.support.tokenizer_directories import base, directories, vocabularies, write
+
+TEXTS = (
+    "the <s>cat</s> sat <|im_start|> x1 <image><tool_call>12",
+    "<|endoftext|>  <pad> <unk>the<think>mat [INST] <eos>\n<|im_end|>Ångström x1x",
+)
+MESSAGES = [{"role": "user", "content": "hi <s>"}, {"role": "assistant", "content": "the cat\n"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+def _read(folder: Path) -> HfTokenizer:
+    return read_tokenizer(folder, json.loads((folder / "config.json").read_text()))
+
+
+def _chat(found: HfTokenizer, tools: list | None) -> str | None:
+    try:
+        return found.chat_template and render(
+            found.chat_template, MESSAGES, special_tokens=found.special_tokens, tools=tools, add_generation_prompt=True
+        )
+    except PipelineError:
+        return None
+
+
+def _peer_chat(peer: AutoTokenizer, tools: list | None) -> str | None:
+    try:
+        return peer.apply_chat_template(MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True)
+    except ValueError:  # no template, or none for requests without tools
+        return None
+
+
+def _compare(files: Mapping[str, str]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = write(Path(name), files)
+        peer, found = AutoTokenizer.from_pretrained(folder), _read(folder)
+    assert small_files(files) == list(files)
+    assert dict(found.special_tokens) == peer.special_tokens_map
+    backend = Backend.from_str(json.dumps(found.content))
+    backend.no_truncation()
+    backend.no_padding()
+    assert {n: repr(token) for n, token in backend.get_added_tokens_decoder().items()} == {
+        n: repr(token) for n, token in peer.added_tokens_decoder.items()
+    }
+    assert found.ids("eos_token") == ([] if peer.eos_token is None else [peer.eos_token_id])
+    for text in TEXTS:
+        for special in (False, True):
+            ids = peer(text, add_special_tokens=special)["input_ids"]
+            assert backend.encode(text, add_special_tokens=special).ids == ids
+            assert backend.decode(ids, skip_special_tokens=special) == peer.decode(ids, skip_special_tokens=special)
+    for tools in (None, TOOLS):
+        assert _chat(found, tools) == _peer_chat(peer, tools)
+    # The table is left out only for models that it cannot represent.
+    assert (table_of(found.content) is None) == (found.content["model"]["type"] != "BPE")
+
+
+@settings(max_examples=60)
+@given(directories())
+def test_a_directory_equals_autotokenizer(files):
+    _compare(files)
+
+
+@settings(max_examples=40)
+@given(vocabularies())
+def test_a_directory_with_vocab_and_merges_equals_autotokenizer(files):
+    _compare(files)
+
+
+@settings(max_examples=3000)
+@given(st.one_of(directories(), vocabularies()))
+def test_many_directories_equal_autotokenizer(files):
+    _compare(files)
+
+
+FILES = {"config.json": '{"model_type": "llama"}', "tokenizer.json": base("gpt2")}
+
+
+def test_a_template_in_chat_template_json_is_found(tmp_path):
+    folder = write(tmp_path, {**FILES, "chat_template.json": '{"chat_template": "old"}'})
+    assert _read(folder).chat_template == "old"
+    write(folder, {"tokenizer_config.json": '{"chat_template": "new"}'})
+    assert _read(folder).chat_template == "new"
+
+
+def test_a_template_only_for_tools_rejects_other_requests(tmp_path):
+    found = _read(write(tmp_path, {**FILES, "additional_chat_templates/tool_use.jinja": "{{ tools }}\n"}))
+    assert render(found.chat_template, MESSAGES, tools=[1]) == "[1]"
+    with pytest.raises(PipelineError, match="only for requests with tools"):
+        render(found.chat_template, MESSAGES)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tekken.json", "vocab.json"])
+def test_a_vocabulary_that_castiron_cannot_read_is_named(name, tmp_path):
+    folder = write(tmp_path, {"config.json": FILES["config.json"], name: "{}"})
+    with pytest.raises(CheckpointError, match=rf"has the tokenizer {name} but no tokenizer.json; save it with transformers"):
+        _read(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tokenizer_config.json": '{"bos_token": 5}'}, "has the special token 5, which is not a text"),
+        ({"tokenizer_config.json": '{"added_tokens_decoder": {"x": "a"}}'}, "added_tokens_decoder has id x, not a number"),
+        ({"added_tokens.json": '{"<a>": "7"}'}, "the id of <a> is '7'"),
+    ],
+)
+def test_malformed_special_tokens_are_named(files, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        _read(write(tmp_path, {**FILES, **files}))
