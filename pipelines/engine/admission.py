@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import insort, insort_left
 from collections import Counter
-from math import ceil
 
 from castiron.pipelines.engine.prefix_cache import PrefixCache
 from castiron.pipelines.engine.prefix_store import common_prefix
@@ -22,7 +21,7 @@ class Admission:
 
     A slot is the KV cache of one sequence in the batch. The criteria are, in this order:
     1. the lowest `priority`;
-    2. a client with fewer slots than its equal share;
+    2. the client with the fewest slots;
     3. the oldest request, if others were chosen before it `PATIENCE` times;
     4. the fewest tokens left to read.
 
@@ -93,41 +92,47 @@ class Admission:
     def preempted(self) -> int | None:
         """Return the slot whose request should be preempted, or None.
 
-        A request is preempted only if a waiting request of higher priority (a lower number) could
-        use the slot now.
+        A request is preempted only if a waiting request could use the slot now that has a higher
+        priority (a lower number), or the same priority and a client with at least two slots fewer.
+        So the clients' numbers of slots become equal, and no two requests preempt each other.
         """
         if not self.waiting or self.free:
             return None
-        first = self.waiting[0].priority
-        # A request with prompt_logprobs cannot be paused: the slot also stores its scores.
-        found = [(r.priority, r.timing.arrived, slot) for slot, r in self.running.items()
-                 if r.priority > first and r.prompt_logprobs is None]  # fmt: skip
-        if not found or sum(r.paused is not None for r in self.waiting) >= self.slots:
+        slots_of = self._slots_of()
+
+        def rank(request: Request) -> tuple[int, int]:
+            return request.priority, slots_of[request.client]
+
+        def gives_way(running: Request, waiting: tuple[int, int]) -> bool:
+            priority, slots = rank(running)
+            return priority > waiting[0] or priority == waiting[0] and slots >= waiting[1] + 2
+
+        *_, slot = max((*rank(request), request.timing.arrived, slot) for slot, request in self.running.items())
+        victim = self.running[slot]
+        if not gives_way(victim, min(map(rank, self.waiting))):
             return None
-        priority, _, slot = max(found)
         # Only a request that could use the slot now, not one that waits for a prefix to be read.
         ready = self._for_free_slots(1)
-        return slot if ready and ready[0][2].priority < priority else None
+        return slot if ready and gives_way(victim, rank(ready[0][2])) else None
+
+    def _slots_of(self) -> Counter[str]:
+        return Counter(request.client for request in self.running.values())
 
     def _for_free_slots(self, free: int) -> list[Candidate]:
         """Return candidates for the next free slot: (tokens left to read, None, the request).
 
-        They are waiting requests of the highest priority. Of these, requests from clients with
-        fewer slots than an equal share are preferred, then requests from the clients with the
-        fewest slots.
-        free: number of free slots.
+        They are waiting requests of the highest priority and, of these, requests from the clients
+        with the fewest slots. free: number of free slots.
         """
-        slots_of = Counter(r.client for r in self.running.values())
-        share = ceil(self.slots / len({*slots_of, *(r.client for r in self.waiting)}))
+        slots_of = self._slots_of()
         seen: Counter[str] = Counter()
         found: dict[tuple[int, int], list[Candidate]] = {}
         for request in self.waiting:
             seen[request.client] += 1
             if seen[request.client] > free:
                 continue
-            excess = max(0, slots_of[request.client] - share + 1)
             if left := self._left_to_read(request):
-                found.setdefault((request.priority, excess), []).append((left, None, request))
+                found.setdefault((request.priority, slots_of[request.client]), []).append((left, None, request))
         return found[min(found)] if found else []
 
     def _left_to_read(self, request: Request) -> int:
@@ -137,7 +142,7 @@ class Admission:
         prefix is loaded from disk.
         """
         if request.paused:
-            return max(1, len(request.prompt) - request.paused.position)
+            return len(request.unread(request.paused.position))
         wanted = request.prompt, request.prompt_logprobs, request.cache_salt
         cached = self.cache.longest(*wanted)
         if self.decoding and self.cache.fetching(*wanted):

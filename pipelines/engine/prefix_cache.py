@@ -16,11 +16,12 @@ from castiron.vmfb.session import Session, move_to
 class Paused:
     """A copy of the KV cache of a preempted request, with which the request continues later.
 
-    rows: the KV cache, and recurrent states if the model has them; one array for each.
+    rows: the KV cache, and recurrent states if the model has them; one array for each. An empty
+        list if there was no memory for a copy: then the model reads all tokens again.
     position: number of tokens that the model had read.
     chunked_tokens: how many of them, counted from the start of the text, it read in prefill calls
         of the maximum size. Only the states after such calls can be stored on disk.
-    prefilling: whether a part of the prompt has not been read yet.
+    prefilling: whether the model has more than the last token to read.
     """
 
     rows: list[np.ndarray]
@@ -29,9 +30,17 @@ class Paused:
     prefilling: bool
 
     @classmethod
-    def of(cls, session: Session, prefilling: bool) -> Paused:
+    def of(cls, session: Session, prefilling: bool, max_bytes: int) -> Paused:
+        """Copy the states of `session`, if they have at most `max_bytes`."""
         position = session.position
-        return cls([rows.copy() for rows in session.rows(position)], position, session.chunked_tokens, prefilling)
+        rows = session.rows(position)
+        if sum(array.nbytes for array in rows) > max_bytes:
+            return cls([], 0, 0, True)
+        return cls([array.copy() for array in rows], position, session.chunked_tokens, prefilling)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.rows)
 
     def resume(self, session: Session) -> None:
         """Write the copied states into `session`."""
@@ -194,10 +203,10 @@ class PrefixCache:
         end = self.sessions[slot].position
         self.tokens[slot, end - len(tokens) : end] = tokens
 
-    def resume(self, paused: Paused, tokens: Sequence[int], free: Collection[int], salt: str = "") -> int:
+    def resume(self, paused: Paused, tokens: np.ndarray, free: Collection[int], salt: str = "") -> int:
         """Copy a preempted request's KV cache to one of the `free` slots; return this slot.
 
-        tokens: the request's prompt and answer so far.
+        tokens: the request's prompt and answer so far, i32 [n].
         """
         slot = self._unused_longest(free)
         paused.resume(self.sessions[slot])

@@ -233,12 +233,19 @@ class Request:
         """Whether a constraint allows only one next token, so that `advance` needs no logits."""
         return self.chooser.forced and self.top_logprobs is None and self.finish_reason is None
 
+    @property
+    def needs_scores(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens must still be computed."""
+        return self.prompt_logprobs is not None and not self.chosen
+
     def unread(self, position: int) -> Sequence[int]:
-        """Return the tokens that the model has not read: the rest of the prompt, or of the answer.
+        """Return the tokens of prompt and answer that the model has not read.
 
         position: how many tokens the model has read, of the prompt followed by the answer.
         """
-        return self.tokens[max(0, position - len(self.prompt)) :] if position >= len(self.prompt) else self.prompt[position:]
+        if position >= len(self.prompt):
+            return self.tokens[position - len(self.prompt) :]
+        return np.concatenate([self.prompt[position:], self.tokens]) if self.tokens else self.prompt[position:]
 
     def advance(self, argmax: int, logits: Callable[[], np.ndarray], chosen: int | None = None) -> list[Event]:
         """Choose and append the next token; return its events, `Finished` last if the request ends.

@@ -12,6 +12,7 @@ from castiron.pipelines.engine import speculation
 from castiron.pipelines.engine.admission import Admission
 from castiron.pipelines.engine.chooser import ConstraintError
 from castiron.pipelines.engine.draft import Draft
+from castiron.pipelines.engine.memory import total_bytes
 from castiron.pipelines.engine.prefix_cache import Paused, PrefixCache
 from castiron.pipelines.engine.prefix_store import PrefixStore
 from castiron.pipelines.engine.request import Event, Failed, Request
@@ -37,7 +38,7 @@ class Observer:
         """Called after each decode step, which serves all requests that generate tokens."""
 
     def preempted(self, request: Request) -> None:
-        """Called when a request has lost its slot to a request of higher priority."""
+        """Called when a request has lost its slot to one of higher priority, or of another client."""
 
     def token(self, request: Request, since: float | None) -> None:
         """Called for each generated token.
@@ -57,6 +58,8 @@ class Observer:
 INTERLEAVED = 32
 # Max cost of a prompt token whose logits are read, relative to one whose logits are not read.
 SCORING = 2
+# Copies of the KV caches of preempted requests take at most 1/PAUSED_PART of the machine's memory.
+PAUSED_PART = 8
 
 Events = list[tuple[Request, Event]]
 
@@ -80,7 +83,8 @@ class Scheduler:
     one call, like a chunk. Only one thread at a time may call `turn`.
 
     If reading a prompt fails, only its request ends. If a decode step fails, all requests in this
-    step end. A preempted request loses its slot and continues later from a copy of its KV cache.
+    step end. A preempted request loses its slot and continues later from a copy of its KV cache or,
+    if there is no memory for it, reads its tokens again.
     With `draft` or `ngrams`, a request uses speculative decoding while no other request runs.
 
     Args:
@@ -105,6 +109,7 @@ class Scheduler:
         narrow = max((width for width in widths if width <= INTERLEAVED), default=1)
         self._interleaved_width = self._prefill_width if fill_slots else narrow
         self.cache = PrefixCache(batch.slots, store, score_width(self.manifest.widths("verify"), INTERLEAVED // SCORING))
+        self.paused_bytes = total_bytes() // PAUSED_PART
         self.requests = requests = Admission(self.slots, self.cache)
         self.waiting, self.prefilling, self.decoding = requests.waiting, requests.prefilling, requests.decoding
         self.speculator: speculation.Speculator | None = None
@@ -200,7 +205,7 @@ class Scheduler:
         return True
 
     def _read_chunk(self, session, request: Request, left, width: int, forced: bool):
-        if request.prompt_logprobs is None or forced:
+        if not request.needs_scores or forced:
             return left[:width], session.prefill(left[:width])
         # Make only complete calls, so that a prefix always has the same logits to the last bit.
         own = self.cache.score_width
@@ -217,7 +222,8 @@ class Scheduler:
         if (slot := self.requests.preempted()) is None:
             return
         request = self.requests.running[slot]
-        request.paused = Paused.of(self.batch.slots[slot], slot in self.prefilling)
+        left = self.paused_bytes - sum(r.paused.nbytes for r in self.waiting if r.paused)
+        request.paused = Paused.of(self.batch.slots[slot], slot in self.prefilling, left)
         self.requests.remove(request)
         self.cache.touch(slot)
         self.speculator = None
@@ -226,17 +232,23 @@ class Scheduler:
 
     def _start(self, request: Request) -> int:
         free = self.requests.free
-        if paused := request.paused:
-            slot = self.cache.resume(paused, [*request.prompt, *request.tokens], free, request.cache_salt)
+        if (paused := request.paused) and paused.rows:
+            slot = self.cache.resume(paused, request.unread(0), free, request.cache_salt)
             self.waiting.remove(request)
             (self.prefilling if paused.prefilling else self.decoding)[slot] = request
             request.paused = None
             return slot
-        slot, request.cached = self.cache.take(request.prompt, free, request.prompt_logprobs, request.cache_salt)
-        if request.prompt_logprobs is not None:
+        needs_scores = request.needs_scores
+        top = request.prompt_logprobs if needs_scores else None
+        slot, cached = self.cache.take(request.unread(0), free, top, request.cache_salt)
+        if needs_scores:
             request.scores = self.cache.scores[slot]
         self.waiting.remove(request)
         self.prefilling[slot] = request
+        if paused:
+            request.paused = None
+            return slot
+        request.cached = cached
         request.timing.started = time.monotonic()
         self.observer.started(request)
         return slot

@@ -12,6 +12,8 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.served_models import ModelPool
 from castiron.pipelines.terminal import print_message
 
+# Seconds after which a connection ends whose client does not acknowledge or read what the server sends.
+UNREAD_SECONDS = 60
 # Seconds that aborted requests have to send their last bytes.
 LAST_BYTES_SECONDS = 5
 # After an early response the server discards what the client still sends, up to these limits.
@@ -31,6 +33,9 @@ def listen(host: str, port: int) -> socket.socket:
     # Connections inherit TCP_NODELAY, which asyncio sets only for sockets with an explicit protocol number. Without it, data
     # after the headers waits until the client acknowledges the headers, which Linux delays by 40 ms.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # Otherwise, a client that has vanished holds its slot for minutes, and one that does not read for as long as it likes.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1000)
     return listening
 
 
