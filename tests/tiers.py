@@ -84,6 +84,11 @@ tests/compile/test_emit.py::test_a_kernel_module_compiles
 tests/compile/test_gguf_types.py
 tests/checkpoints/test_hf_tokenizer.py::test_many
 tests/checkpoints/test_hub.py::test_a_copy*all
+tests/checkpoints/test_adapter.py::test_an_adapter_of_a_vision*[gemma4
+tests/checkpoints/test_adapter.py::test_an_adapter_of_a_vision*[lfm
+tests/checkpoints/test_adapter.py::test_an_adapter_of_a_vision*[mistral3
+tests/checkpoints/test_adapter.py::test_an_adapter_of_a_vision*[qwen3_5
+tests/checkpoints/test_adapter.py::test_an_adapter_of_a_vision*[smolvlm
 tests/checkpoints/test_hf_quantised.py::test_logits_of
 tests/checkpoints/test_hf_quantised.py::test_bundles
 tests/compile/test_weights.py::test_a_quantised_bundle

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +20,9 @@ import numpy as np
 from castiron.emitter.codecs import codec_of
 from castiron.emitter.quantise import convert
 from castiron.emitter.shorten import shorten, shorten_list, shorten_text
-from castiron.pipelines.checkpoints.checkpoint import EMBEDDING, HEAD, Checkpoint, CheckpointError, Tensor
+from castiron.pipelines.checkpoints.checkpoint import EMBEDDINGS, HEAD, Checkpoint, CheckpointError, Tensor
 from castiron.pipelines.checkpoints.hf_files import json_object, read_safetensors
+from castiron.pipelines.checkpoints.hf_tensors import adapter_tensors, is_transposed
 from castiron.pipelines.checkpoints.hf_tokenizer import HfTokenizer, read_tokenizer
 from castiron.vmfb.archive import Part
 
@@ -50,6 +52,7 @@ class Adapter:
     pairs: {name of a weight: (B f32 [out, r], A f32 [r, in], scale)}; scale * B A is added to the
         weight.
     replaced: {name of a tensor: the adapter's tensor, which replaces that of the base model}.
+        Names in both are those of the model on which the adapter was trained.
     text: the adapter's tokenizer and chat template, as far as it has them.
     """
 
@@ -103,15 +106,17 @@ def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
     A merged weight is computed when it is read. Raises CheckpointError if the adapter does not fit
     the checkpoint.
     """
-    tensors = dict(checkpoint.tensors)
+    tensors, model_type = dict(checkpoint.tensors), checkpoint.config["model_type"]
+    changes = {name: _change(name, *pair, is_transposed(model_type, name)) for name, pair in adapter.pairs.items()}
+    changes, other_changes = adapter_tensors(model_type, changes)
+    replaced, other_tensors = adapter_tensors(model_type, adapter.replaced)
     # Ignore saved tensors that equal the base: peft saves embeddings even if they were not trained.
     replaced = {
         name: tensor
-        for name, tensor in adapter.replaced.items()
+        for name, tensor in replaced.items()
         if name not in tensors or not np.array_equal(tensor.dequantise(), tensors[name].dequantise())
     }
-    shapes = [(name, (len(b), a.shape[1])) for name, (b, a, _) in adapter.pairs.items()]
-    shapes += [(name, tensor.shape) for name, tensor in replaced.items()]
+    shapes = [(name, tensor.shape) for own in (changes, replaced) for name, tensor in own.items()]
     for name, shape in shapes:
         if name not in tensors:
             raise CheckpointError(
@@ -124,15 +129,17 @@ def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
             raise CheckpointError(
                 f"{adapter.path} adapts {name} as {list(shape)}, but the base has {list(own.shape)}; {_GIVE_ITS_BASE}"
             )
-    shared = sorted({name for name, _ in shapes} & {EMBEDDING, HEAD})
+    shared = sorted({name for name, _ in shapes} & {*EMBEDDINGS, HEAD})
     if shared and checkpoint.config.get("tie_word_embeddings"):
         # Training changed only one of the two, so they can no longer share a weight.
         raise CheckpointError(
             f"{adapter.path} adapts {shared[0]}, which is shared by embedding and output head of {checkpoint.path}; {_MERGE}"
         )
     tensors |= {name: replace(tensor, source=f"{name} of the adapter") for name, tensor in replaced.items()}
-    tensors |= {name: _adapted(tensors[name], *pair) for name, pair in adapter.pairs.items()}
-    text, changed = adapter.text, replace(checkpoint, tensors=tensors)
+    tensors |= {name: _adapted(tensors[name], change) for name, change in changes.items()}
+    others = Counter(other_changes) + Counter(other_tensors)
+    left_out = {**checkpoint.left_out, **{f"{part} of the adapter": count for part, count in others.items()}}
+    text, changed = adapter.text, replace(checkpoint, tensors=tensors, left_out=left_out)
     if text.content:
         ends = (*text.ids("eos_token"), *checkpoint.eos_token_ids)
         changed = replace(
@@ -198,9 +205,18 @@ def _pair(path: Path, config: dict, module: str, sides: dict[str, np.ndarray]) -
     return b, a, alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
 
 
-def _adapted(tensor: Tensor, b: np.ndarray, a: np.ndarray, scale: float) -> Tensor:
+def _change(name: str, b: np.ndarray, a: np.ndarray, scale: float, transposed: bool) -> Tensor:
     def read() -> np.ndarray:
-        values = tensor.dequantise() + (b @ a) * np.float32(scale)
+        found = (b @ a) * np.float32(scale)
+        return np.ascontiguousarray(found.T if transposed else found).view(np.uint8)
+
+    shape = len(b), a.shape[1]
+    return Tensor(name, shape[::-1] if transposed else shape, "f32", name, read)
+
+
+def _adapted(tensor: Tensor, change: Tensor) -> Tensor:
+    def read() -> np.ndarray:
+        values = tensor.dequantise() + change.dequantise()
         return convert("f32", values.view(np.uint8), tensor.codec)
 
     return replace(tensor, read=read)

@@ -42,7 +42,8 @@ _EXTENTS = (
 )  # fmt: skip
 
 _KEY_OR_VALUE = re.compile(r"model\.layers\.(\d{1,9})\.self_attn\.(?:k_proj|v_proj|k_norm)\.(?:weight|bias)")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# The embedding's name, of which GPT-2 has another, and that of the output head, to which it may be tied.
+EMBEDDINGS, HEAD = ("model.embed_tokens.weight", "transformer.wte.weight"), "lm_head.weight"
 
 # Text with which tokenizers are checked. Scripts, numbers, code and white space show how pre-tokenizers differ.
 SAMPLE = (
@@ -230,9 +231,10 @@ def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: C
         if checkpoint.quantization_config and name.endswith(".bias") and not tensor.dequantise().any():
             continue
         # A model with a tied output head may store the head too, if it equals the embedding.
-        if name == HEAD and EMBEDDING in required and (tied := tensors.get(EMBEDDING)) is not None:
+        embedding = next((each for each in EMBEDDINGS if each in required), None)
+        if name == HEAD and embedding and (tied := tensors.get(embedding)) is not None:
             if tensor.shape != tied.shape or tensor.codec != tied.codec or not np.array_equal(tensor.data, tied.data):
-                problems.append(f"{HEAD} differs from {EMBEDDING}, to which the config ties it")
+                problems.append(f"{HEAD} differs from {embedding}, to which the config ties it")
             continue
         problems.append(f"{shorten_text(name, 60)} {list(tensor.shape)} is left over")
     return problems

@@ -20,7 +20,14 @@ from castiron.pipelines.checkpoints.checkpoint import (
 from castiron.pipelines.checkpoints.encoding_files import read_classifier, read_encoding
 from castiron.pipelines.checkpoints.hf_files import PART_TYPES, json_object, read_safetensors, unsupported_type
 from castiron.pipelines.checkpoints.hf_quantised import quantised_weights
-from castiron.pipelines.checkpoints.hf_tensors import TEXT_PARTS, base_names, family_tensors, text_config, text_tensors
+from castiron.pipelines.checkpoints.hf_tensors import (
+    TEXT_PARTS,
+    base_names,
+    family_tensors,
+    text_config,
+    text_tensors,
+    with_embedding,
+)
 from castiron.pipelines.checkpoints.hf_tokenizer import HfTokenizer, read_tokenizer
 from castiron.pipelines.checkpoints.quantised_parts import column_orders
 
@@ -58,7 +65,8 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
     if encoding and tensors.pop(HEAD, None):
         left_out |= {"lm_head": 1}
     reject_impossible_sizes(path, config, {name: tensor.shape for name, tensor in tensors.items()})
-    tensors, orders = column_orders(without_shared(family_tensors(config["model_type"], tensors), config))
+    tensors = with_embedding(family_tensors(config["model_type"], tensors), config)
+    tensors, orders = column_orders(without_shared(tensors, config))
     for tensor in tensors.values():
         if tensor.codec in PART_TYPES:
             raise unsupported_type(path, tensor.name, tensor.codec)

@@ -1,4 +1,4 @@
-"""Rename and rearrange the tensors of HF directories for castiron's model code.
+"""Rename and rearrange the tensors of HF directories and adapters for castiron's model code.
 
 The code of a model family (`emitter.models`) reads matrices as [out, in], and one tensor for each
 expert. Some checkpoints store them differently; HF's `conversion_mapping` and modules show how. If
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from castiron.emitter.shorten import shorten_list
-from castiron.pipelines.checkpoints.checkpoint import Tensor
+from castiron.pipelines.checkpoints.checkpoint import EMBEDDINGS, HEAD, Tensor
 
 # From the type of a multimodal model to the type of its text part, if the config of that part has no
 # type. For text, multi-dimensional rotary embeddings equal plain ones.
@@ -35,6 +35,9 @@ _PREFIXES = {
     "model.text_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
+    # A model that was saved or adapted without its output head.
+    "language_model.": "model.",
+    "text_model.": "model.",
 }
 # Prefixes of the tensors of other parts, which may follow "model.".
 _OTHERS = (
@@ -70,8 +73,11 @@ def text_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[s
 
     model_type: HF's model_type. tensors: {name: tensor}.
     """
-    if model_type not in (*TEXT_PARTS, *_TEXT_ONLY):
-        return dict(tensors), {}
+    return text_part(tensors) if model_type in (*TEXT_PARTS, *_TEXT_ONLY) else (dict(tensors), {})
+
+
+def text_part(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Return what `text_tensors` returns for a multimodal model."""
     found: dict[str, Tensor] = {}
     left_out: Counter[str] = Counter()
     for name, tensor in tensors.items():
@@ -84,15 +90,24 @@ def text_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[s
     return found, dict(left_out)
 
 
-def base_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def base_names(tensors: Mapping[str, Tensor], prefixes: tuple[str, ...] = ("embed_tokens.weight",)) -> dict[str, Tensor]:
     """Return the tensors with the prefix `model.` added to names that lack it.
 
     The prefix is missing if a model was saved without its output head, for example as a Qwen3Model.
+    A name that starts with one of `prefixes` shows this.
     """
-    if "embed_tokens.weight" not in tensors:
+    if not any(name.startswith(prefixes) for name in tensors):
         return dict(tensors)
     named = {name: name if name.startswith(("lm_head.", "model.")) else f"model.{name}" for name in tensors}
     return {named[name]: replace(tensor, name=named[name]) for name, tensor in tensors.items()}
+
+
+def with_embedding(tensors: Mapping[str, Tensor], config: Mapping) -> dict[str, Tensor]:
+    """Return the tensors with the embedding under its own name; a tied model may store only the output head, its equal."""
+    if HEAD not in tensors or config.get("tie_word_embeddings") is False or any(name in tensors for name in EMBEDDINGS):
+        return dict(tensors)
+    own = next(name for name in EMBEDDINGS if name.startswith("transformer.") is (config.get("model_type") == "gpt2"))
+    return {**{name: tensor for name, tensor in tensors.items() if name != HEAD}, own: replace(tensors[HEAD], name=own)}
 
 
 def in_words(left_out: Mapping[str, int]) -> str:
@@ -219,6 +234,27 @@ def family_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, 
                 replaced |= {stored.name for stored in (tensor, scales) if stored is not None}
                 break
     return {name: tensor for name, tensor in tensors.items() if tensor.name not in replaced} | found
+
+
+def is_transposed(model_type: str, name: str) -> bool:
+    """Return whether HF's modules have the matrix `name` as [in, out]."""
+    return any(layout.transposed and re.fullmatch(layout.pattern, name) for layout in LAYOUTS.get(model_type, ()))
+
+
+def adapter_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Convert the tensors of an adapter to the names and shapes of its base model.
+
+    The adapter may have been trained on a multimodal model, or on a model without output head.
+
+    Returns the tensors, and the number of tensors of other parts, which are dropped: {prefix:
+    number}.
+    """
+    text, left_out = text_part(base_names(tensors, ("embed_tokens.", "layers.")))
+    found: dict[str, Tensor] = {}
+    for name, tensor in text.items():
+        # A rule that drops tensors of a checkpoint must not drop a change that was trained.
+        found |= family_tensors(model_type, {name: tensor}) or {name: tensor}
+    return found, left_out
 
 
 def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | None) -> Iterator[Tensor]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,10 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from castiron.pipelines.checkpoints.adapter import merge, open_adapter
-from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.checkpoints.adapter import Adapter, merge, open_adapter
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor
 from castiron.pipelines.checkpoints.gguf_file import read_gguf
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli import inspect
@@ -26,7 +29,9 @@ from castiron.pipelines.evaluate.verify import adapter_of, load_reference
 from castiron.reference import hf, tiny
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.session import Session
+from tests.checkpoints.test_text_part import MODELS, vision_model
 from tests.compile.test_quantise import quiet
+from tests.support.encoders import write
 from tests.support.tiny_gguf import write_llama
 from tests.test_end_to_end import greedy
 
@@ -252,3 +257,87 @@ def test_rejects_adapters_for_quantised_checkpoints(base, tmp_path):
     three = {name: pair for name, pair in open_adapter(adapter).pairs.items() if ".2." not in name}
     with pytest.raises(CheckpointError, match="quantised .q8_0.; give a base in f32"):
         merge(open_checkpoint(path), type(open_adapter(adapter))(adapter, 2, three, {}))
+
+
+def vision_adapter(complete: str, folder: Path) -> tuple[Path, Path, Path]:
+    """Return a vision model, an adapter of all its linear layers, and the model into which peft merged it."""
+    base = vision_model(complete, folder)
+    torch.manual_seed(0)
+    load = lambda: AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
+    # Vision models often have several layers of one name, of which some have other names than text models.
+    linear = [name for name, module in load().named_modules() if isinstance(module, torch.nn.Linear) and "lm_head" not in name]
+    model = get_peft_model(load(), LoraConfig(init_lora_weights=False, r=2, target_modules=linear))
+    model.save_pretrained(folder / "lora")
+    model.merge_and_unload().save_pretrained(folder / "merged")
+    return base, folder / "lora", folder / "merged"
+
+
+def with_names(adapter: Path, path: Path, pattern: str, name: str) -> Path:
+    """Copy an adapter, with other names of tensors."""
+    shutil.copytree(adapter, path)
+    tensors = load_file(path / "adapter_model.safetensors")
+    save_file({re.sub(pattern, name, key): tensor for key, tensor in tensors.items()}, path / "adapter_model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("complete", MODELS)
+def test_an_adapter_of_a_vision_model_changes_its_text_part(complete, tmp_path):
+    """The text part has one of two prefixes, by the version of transformers, and a third without the output head."""
+    base, adapter, merged = vision_adapter(complete, tmp_path)
+    part = "text_model" if complete == "smolvlm" else "language_model"
+    prefixes = {"new": rf"model.{part}.", "without head": rf"{part}."} | (
+        {} if part == "text_model" else {"old": f"{part}.model."}
+    )
+    expected, plain = open_checkpoint(merged), open_checkpoint(base)
+    names = [name for name in load_file(adapter / "adapter_model.safetensors") if "lora_A" in name]
+    vision = sum(f".model.{part}." not in name for name in names)
+    assert 0 < vision < len(names)
+    for kind, prefix in prefixes.items():
+        own = with_names(adapter, tmp_path / kind, rf"^base_model\.model\.model\.{part}\.", f"base_model.model.{prefix}")
+        # The base may be a text model that was taken out of the vision model.
+        for directory in (base, tmp_path / "text"):
+            found = merge(open_checkpoint(directory), open_adapter(own))
+            assert found.tensors.keys() == expected.tensors.keys()
+            assert_close(found.tensors, expected.tensors)
+            dropped = {name: count for name, count in found.left_out.items() if name.endswith(" of the adapter")}
+            assert sum(dropped.values()) == vision and found.left_out == {**open_checkpoint(directory).left_out, **dropped}
+    assert sum(not np.array_equal(t.dequantise(), plain.tensors[n].dequantise()) for n, t in expected.tensors.items()) >= 7
+
+
+def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    for name, tensor in found.items():
+        np.testing.assert_allclose(tensor.dequantise(), expected[name].dequantise(), rtol=0, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("saved", [[], ["c_fc", "attn.c_proj", "ln_f"]])
+@pytest.mark.parametrize("load", [AutoModel, AutoModelForCausalLM])
+def test_an_adapter_of_gpt2_changes_transposed_weights(load, saved, tmp_path):
+    """Weights that were trained as a whole are transposed too; without the output head, names lack `transformer.`."""
+    base = tiny.tiny_model("gpt2", tmp_path / "gpt2")
+    torch.manual_seed(0)
+    config = LoraConfig(init_lora_weights=False, r=2, target_modules=["c_attn"], modules_to_save=saved, fan_in_fan_out=True)
+    model = get_peft_model(load.from_pretrained(base, dtype=torch.float32), config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape) if parameter.requires_grad else 0
+    model.save_pretrained(tmp_path / "lora")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    found = merge(open_checkpoint(base), open_adapter(tmp_path / "lora"))
+    assert_close(found.tensors, open_checkpoint(tmp_path / "merged").tensors)
+
+
+def test_an_adapter_of_a_model_without_its_head(tmp_path):
+    base = tiny.tiny_model("qwen3", tmp_path / "qwen3")
+    adapter = train(base, tmp_path / "lora", target_modules=["q_proj", "down_proj"], modules_to_save=["norm"], r=2)
+    bare = with_names(adapter, tmp_path / "bare", r"^base_model\.model\.model\.", "base_model.model.")
+    found, expected = (merge(open_checkpoint(base), open_adapter(path)) for path in (bare, adapter))
+    assert found.tensors.keys() == expected.tensors.keys()
+    assert_close(found.tensors, expected.tensors)
+
+
+def test_rejects_changes_of_layers_that_the_base_does_not_run(base, tmp_path):
+    """A tensor that a base's rule would drop is an error in an adapter, because training changed it."""
+    made = write("bert", tmp_path / "bert", pooling="cls", num_hidden_layers=1)
+    change = {"classifier.weight": (np.ones((1, 2), np.float32), np.ones((2, 64), np.float32), 1.0)}
+    with pytest.raises(CheckpointError, match="adapts classifier.weight, which .* lacks"):
+        merge(open_checkpoint(made), Adapter(tmp_path, 2, change, {}))

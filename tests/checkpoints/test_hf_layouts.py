@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.checkpoints.checkpoint import EMBEDDINGS, CheckpointError, missing_and_left_over
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+from castiron.pipelines.compile.build_model import build_model
 from castiron.pipelines.compile.options import Options
 from castiron.pipelines.compile.quantise_gguf import quantise
 from castiron.reference import hf
 from castiron.reference.tiny import tiny_model
+from tests.checkpoints.test_text_part import MODELS, vision_model
 from tests.emitter.family_harness import Pair, assert_same_logits, prompt
 
 BLOCK = 32
@@ -127,3 +129,45 @@ def test_layers_for_multi_token_prediction_are_left_out(model_type, name, tmp_pa
     stored[f"{name}.weight"] = np.ones((4, 8), np.float32)
     save_file(stored, directory / "model.safetensors")
     assert open_checkpoint(directory).tensors.keys() == before
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "gemma3"])
+def test_a_tied_model_may_store_only_its_head(family, tmp_path):
+    """transformers loads it into both the head and the embedding."""
+    vision = family in MODELS
+    path = vision_model(family, tmp_path) if vision else tiny_model(family, tmp_path / "model", tie_word_embeddings=True)
+    embedding = {"gpt2": "transformer.wte.weight", "gemma3": "model.language_model.embed_tokens.weight"}.get(
+        family, "model.embed_tokens.weight"
+    )
+    expected, stored = open_checkpoint(path), load_file(path / "model.safetensors")
+    stored.pop("lm_head.weight", None)
+    save_file({"lm_head.weight" if name == embedding else name: each for name, each in stored.items()}, path / "model.safetensors",
+              {"format": "pt"})  # fmt: skip
+    found = open_checkpoint(path)
+    assert found.tensors.keys() == expected.tensors.keys()
+    assert all(np.array_equal(tensor.data, expected.tensors[name].data) for name, tensor in found.tensors.items())
+    if not vision:
+        oracle, tokens = hf.load(path, threads=1), prompt(211, 20)
+        assert_same_logits(Pair(oracle, found).ours(), tokens, hf.logits(oracle, tokens))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_tied_model_may_store_both(family, tmp_path):
+    path = tiny_model(family, tmp_path / "model", tie_word_embeddings=True)
+    stored = load_file(path / "model.safetensors")
+    embedding = next(each for each in EMBEDDINGS if each in stored)
+    for head, problems in ((stored[embedding], 0), (stored[embedding] + 1, 1)):
+        save_file({**stored, "lm_head.weight": head}, path / "model.safetensors", {"format": "pt"})
+        checkpoint = open_checkpoint(path)
+        required = {name: tensor.shape for name, tensor in checkpoint.tensors.items() if name != "lm_head.weight"}
+        found = missing_and_left_over(required, checkpoint)
+        assert len(found) == problems and all("differs from" in problem for problem in found)
+
+
+def test_a_head_that_is_not_tied_is_no_embedding(tmp_path):
+    path = tiny_model("llama", tmp_path / "model", tie_word_embeddings=False)
+    stored = load_file(path / "model.safetensors")
+    del stored["model.embed_tokens.weight"]
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model.embed_tokens.weight \[211, 64\] is missing"):
+        build_model(open_checkpoint(path), Options(context=64))
