@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, get_args
@@ -35,6 +36,7 @@ from castiron.pipelines.text.generation import (
 from castiron.pipelines.text.text_output import text_request
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
 from castiron.vmfb.bundle import Bundle, open_bundle
+from castiron.vmfb.record import short
 from castiron.vmfb.session import Session, move_to
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ class GenerationOptions(TypedDict, total=False):
     stop_strings: str | Iterable[str]
     stop_tokens: Collection[int] | None
     template_args: Mapping[str, Any]
-    json_schema: Mapping[str, Any] | bool | None
+    json_schema: Mapping[str, Any] | bool | type | None
     regex: str | None
     grammar: str | None
     compact_json: bool
@@ -79,6 +81,17 @@ class GenerationOptions(TypedDict, total=False):
 
 
 STRUCTURES = {"json_schema", "regex", "grammar"}
+# Of an argument: the class of its value, the class of what this contains, and what to call it in an error message.
+KINDS: dict[str, tuple[Any, Any, str]] = {
+    "max_tokens": (Integral | None, None, "an integer or None"), "stop_strings": (Iterable, str, "text, or a list of texts"),
+    "stop_tokens": (Collection | None, Integral, "a list of token ids or None"), "template_args": (Mapping, str, "a dict"),
+    "json_schema": (Mapping | bool | None, None, "a JSON schema or a pydantic class"), "regex": (str | None, None, "text or None"),
+    "grammar": (str | None, None, "text or None"), "compact_json": (bool, None, "True or False"),
+    "sampling": (Sampling, None, "a castiron.Sampling"), "model": (str | Path | Bundle, None, "a path, a name or a bundle"),
+    "threads": (Integral | None, None, "an integer or None"), "context": (Integral | None, None, "an integer or None"),
+    "draft": (str | Path | Bundle | None, None, "a path, a name or a bundle"),
+    "prefix_cache": (str | Path | None, None, "a path or None"),
+}  # fmt: skip
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -95,8 +108,8 @@ class Model:
         max_tokens: max tokens of the answer, 1024 by default; None: until the context is full.
         stop_strings, stop_tokens: what ends the answer; stop_tokens=() disables the end token.
         template_args: variables of the chat template.
-        json_schema, regex, grammar: what the answer must match; a grammar is in Lark's syntax or
-            GBNF. With compact_json=True, JSON has no spaces.
+        json_schema, regex, grammar: what the answer must match; the schema may be a pydantic class,
+            and a grammar is in Lark's syntax or GBNF. With compact_json=True, JSON has no spaces.
         sampling: a `Sampling`, or its fields as options: temperature=0.7. The default is greedy.
 
     A prefix that prompts share is computed only once. Several threads may use one model: their
@@ -159,9 +172,10 @@ class Model:
         Several prompts run in one batch. If a single prompt cannot run, PipelineError is raised. If
         one of several prompts cannot run, its result has an `error`.
         """
+        results = self.generate_many(cast(Iterable[Prompt], prompts), **options)
         if not is_prompt(prompts):
-            return sorted(self.generate_many(cast(Iterable[Prompt], prompts), **options), key=lambda result: result.index)
-        (result,) = self.generate_many([cast(Prompt, prompts)], **options)
+            return sorted(results, key=lambda result: result.index)
+        (result,) = results
         if result.error:
             raise result.error
         return result
@@ -171,7 +185,8 @@ class Model:
 
         Several prompts run at a time. When one is complete, the next is taken from `prompts`.
         """
-        return generate_many(self._open_engine(), prompts, self._requests(options))
+        given = [cast(Prompt, prompts)] if is_prompt(prompts) else prompts
+        return generate_many(self._open_engine(), given, self._requests(options))
 
     def chat(self, messages: str | Sequence[Message], **options: Unpack[GenerationOptions]) -> Result:
         """Generate the answer to a conversation. A string is sent as one user message."""
@@ -277,6 +292,8 @@ class Model:
             if self.bundle.manifest.encoder:
                 raise PipelineError(f"{self.name} is closed; load it again")
             raise PipelineError(f"{self.name} generates text and cannot rerank; rerank with {RERANKERS}")
+        if isinstance(documents, str):
+            raise PipelineError("documents is a text; it must be a list of texts")
         return self._embedder.rerank(query, documents)
 
     def _encoded(self, texts, prompt_name, prompt, dimensions, pooling, normalise) -> np.ndarray:
@@ -313,6 +330,9 @@ class Model:
     def _requests(self, given: GenerationOptions) -> Callable[[Prompt], Request]:
         engine, options = self._open_engine(), dict[str, Any](given)
         check_names(options, GenerationOptions.__annotations__)
+        if schema_of := getattr(options.get("json_schema"), "model_json_schema", None):
+            options["json_schema"] = schema_of()
+        _check_kinds(options)
         limit = options.pop("max_tokens", DEFAULT_MAX_TOKENS)
         stops = options.pop("stop_strings", ())
         stops = stops if isinstance(stops, str) else tuple(stops)
@@ -376,6 +396,7 @@ def load(
             found, compiled or loaded.
     """
     check_names(options, _option_names("threads", "context", "progress", "prefix_cache", "draft", "parse_special"))
+    _check_kinds({"model": model, "threads": threads, "context": context, "draft": draft, "prefix_cache": prefix_cache})
     chosen = None if is_bundle(model) and not options else options_of(**{"threads": threads, **options})
     bundle = open_or_compile(model, chosen, progress, evaluate=own_accuracy)
     if context is not None:
@@ -397,6 +418,19 @@ def compile_bundle(
     path = compile_to(Path(model).expanduser(), Path(out).expanduser(), options_of(**options), progress, own_accuracy)
     # The bundle may be for another machine.
     return open_bundle(path, run=False)
+
+
+def _check_kinds(options: dict[str, Any]) -> None:
+    """Raise PipelineError if an option has a value of another type than in `KINDS`."""
+    for name in options.keys() & KINDS.keys():
+        kind, content, words = KINDS[name]
+        value = options[name]
+        if isinstance(value, kind) and isinstance(value, Iterable) and content:
+            # An iterator is read once.
+            options[name] = value = value if isinstance(value, str | Collection) else tuple(value)
+        is_valid = isinstance(value, kind) and not isinstance(value, bytes)
+        if not is_valid or content and value is not None and not all(isinstance(each, content) for each in value):
+            raise PipelineError(f"{name} is {short(repr(value))}; it must be {words}")
 
 
 def _option_names(*more: str) -> list[str]:

@@ -7,8 +7,9 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,11 @@ SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 _PENALTY = ("repeat_penalty", "repeat_last_n")
 # A temperature_schedule: its shape, the temperature at its end, and its length in tokens.
 SCHEDULE = r"(constant|linear|cosine):([0-9]+|[0-9]*[.][0-9]+):([1-9][0-9]{0,8})"
+# By type of a field: the class that values must have, and what to call it in an error message.
+KINDS: dict[str, tuple[Any, str]] = {
+    "float": (Real, "a number"), "int": (Integral, "an integer"), "int | None": (Integral | None, "an integer or None"),
+    "str | None": (str | None, "text"), "Mapping[int, float]": (Mapping, "numbers by token id"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,10 @@ class Sampling:
     repeat_last_n: int = REPEAT_WINDOW
 
     def __post_init__(self):
+        for each in fields(self):
+            kind, words = KINDS[str(each.type)]
+            if not isinstance(value := getattr(self, each.name), kind):
+                raise PipelineError(f"{each.name.replace('_', '-')} is {short(repr(value))}; it must be {words}")
         for name, is_valid, valid in (
             ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
             ("top_k", self.top_k >= 0, "0 or more"),
@@ -72,6 +82,11 @@ class Sampling:
             ("repeat_last_n", self.repeat_last_n >= -1, "-1 or more"),
             ("frequency_penalty", abs(self.frequency_penalty) < float("inf"), "a finite number"),
             ("presence_penalty", abs(self.presence_penalty) < float("inf"), "a finite number"),
+            (
+                "logit_bias",
+                all(isinstance(key, Integral) and isinstance(value, Real) for key, value in self.logit_bias.items()),
+                "numbers by token id",
+            ),
             ("seed", self.seed is None or self.seed >= 0, "0 or more"),
             ("temperature_schedule", not self.temperature_schedule or bool(self.schedule), "SHAPE:T:N, as linear:0.2:100"),
         ):

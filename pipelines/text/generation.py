@@ -28,6 +28,8 @@ from castiron.vmfb.session import Session
 
 # Plain text, token ids, or messages ({"role", "content"} each) for the chat template.
 Prompt = str | Collection[int] | Sequence[Mapping[str, Any]]
+# Collections that are neither token ids nor lists of prompts: texts that are not decoded, and single messages.
+NO_PROMPTS = bytes | bytearray | Mapping
 
 
 def encode_prompt(
@@ -44,7 +46,8 @@ def encode_prompt(
         if tokenizer.chat_template is None:
             raise PipelineError("this model has no chat template; give text instead of messages")
         return tokenizer.encode_chat(prompt, **template_args)
-    if not isinstance(prompt, Collection) or not all(isinstance(token, Integral) for token in prompt):
+    is_ids = isinstance(prompt, Collection) and not isinstance(prompt, NO_PROMPTS)
+    if not is_ids or not all(isinstance(token, Integral) for token in prompt):
         kinds = "text, messages or " if tokenizer else ""
         raise PipelineError(f"invalid prompt: {type(prompt).__name__}; give {kinds}a list of token ids (integers)")
     check_token_ids(prompt, vocab)
@@ -82,10 +85,13 @@ def is_messages(prompt: Any) -> bool:
 def is_prompt(value: Any) -> bool:
     """Return whether `value` is one prompt, and not a list of prompts.
 
-    One prompt is a str, a list of token ids, or a list of chat messages.
+    One prompt is a str, a list of token ids, or a list of chat messages. What is neither a prompt
+    nor a list counts as a prompt, which `encode_prompt` rejects.
     """
+    if isinstance(value, str | NO_PROMPTS) or not isinstance(value, Iterable):
+        return True
     ids = isinstance(value, Collection) and bool(len(value)) and all(isinstance(token, Integral) for token in value)
-    return isinstance(value, str) or ids or is_messages(value)
+    return ids or is_messages(value)
 
 
 class Stream(Iterator[str]):

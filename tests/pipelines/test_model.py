@@ -6,12 +6,15 @@ import dataclasses
 import gc
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import threading
 import weakref
 from pathlib import Path
+from typing import Literal
 
+import pydantic
 import pytest
 
 import castiron
@@ -192,6 +195,55 @@ def test_sampling_is_a_record_or_its_fields(model):
 def test_a_wrong_role_or_keyword_names_the_right_one(model, call, message):
     with pytest.raises(TypeError if "option" in message else PipelineError, match=message):
         call(model)
+
+
+# Values of which each argument of a generation takes only some.
+VALUES = ["hot", 1.5, None, [1], {"a": 1}, {"1": "x"}, b"x", object(), float("nan"), True, -1, 10**30, ["x", 5], Path, int]
+
+
+@pytest.mark.parametrize("name", sorted(model_file.GenerationOptions.__annotations__))
+def test_an_option_of_a_wrong_type_is_an_error_in_one_line(model, name):
+    errors = []
+    for value in VALUES:
+        try:
+            model.generate("x", **{"max_tokens": 1, name: value})
+        except PipelineError as error:
+            errors.append(str(error))
+    assert errors and not any("\n" in error for error in errors)
+    assert any(re.search(f"^{name.replace('_', '[-_]')} is ", error) for error in errors)
+
+
+@pytest.mark.parametrize("prompts", [5, None, 1.5, b"text", {"role": "user", "content": "x"}, object(), int, {}])
+@pytest.mark.parametrize("method", ["generate", "chat", "stream", "score", "generate_many"])
+def test_what_is_no_prompt_is_an_error(model, method, prompts):
+    with pytest.raises(PipelineError, match="invalid prompt: .*; give text, messages or a list of token ids"):
+        found = getattr(model, method)(prompts)
+        raise next(found).error
+
+
+def test_a_text_is_one_prompt_for_each_method(model):
+    (result,) = model.generate_many("Hello", max_tokens=3, stop_tokens=())
+    assert result.tokens == model.generate("Hello", max_tokens=3, stop_tokens=()).tokens
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("model", 5), ("model", None), ("model", b"x"), ("threads", "2"), ("threads", 1.5), ("context", "a"), ("context", 1.5),
+    ("prefix_cache", 5), ("draft", 5),
+])  # fmt: skip
+def test_load_names_an_argument_of_a_wrong_type(path, name, value):
+    with pytest.raises(PipelineError, match=rf"^{name} is {re.escape(repr(value))}; it must be a"):
+        castiron.load(**{"model": path, name: value})
+
+
+def test_a_schema_may_be_a_pydantic_class(model):
+    class City(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(extra="forbid")
+        name: str = pydantic.Field(max_length=5)
+        size: Literal["large", "small"] | None
+
+    generated = model.generate("x", json_schema=City, temperature=1.0, seed=1)
+    assert generated == model.generate("x", json_schema=City.model_json_schema(), temperature=1.0, seed=1)
+    City.model_validate_json(generated.text)
 
 
 def test_a_bundle_without_a_tokenizer_takes_ids_only(tmp_path):
