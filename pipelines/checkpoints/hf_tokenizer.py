@@ -131,9 +131,11 @@ def read_tokenizer(path: Path, config: Mapping[str, Any]) -> HfTokenizer:
         given, decoder = _with_old_files(path, given, content)
     named = {**defaults, **kind.special, **given}
     named = {name: named[name] for name in NAMES if named.get(name) is not None} | _pop_own(given, (str, dict)) | own
-    content = _with_added(path, content, decoder, named, _listed(given))
+    checked = lambda token: token if isinstance(token, str) else _token(path, token)
+    named, extra = {name: checked(token) for name, token in named.items()}, [checked(token) for token in _listed(given)]
+    content = _with_added(path, content, decoder, named, extra)
     if kind.resets_flags:
-        texts = dict.fromkeys(map(_content, (*named.values(), *_listed(given))))
+        texts = dict.fromkeys(map(_content, (*named.values(), *extra)))
         content = _with_added(path, content, dict(enumerate(_token(path, text) for text in texts)), {}, [])
     found = HfTokenizer(content, {name: _content(token) for name, token in named.items()}, template)
     if not (path / TOKENIZER).exists():
@@ -232,10 +234,11 @@ def _with_old_files(path: Path, fields: Mapping, content: Mapping) -> tuple[dict
     named = json_object(path / _SPECIAL) or {}
     named = {k: {**v, "special": True} if isinstance(v, dict) and "content" in v else v for k, v in named.items()}
     if isinstance(extra := named.get("extra_special_tokens"), list):
-        named["extra_special_tokens"] = [*(fields.get("extra_special_tokens") or []), *extra]
+        named["extra_special_tokens"] = [*_list(fields.get("extra_special_tokens")), *extra]
     given = {**fields, **named}
     tokens = [*map(given.get, NAMES), *_list(given.get("extra_special_tokens"))]
-    special = {_content(token) for token in tokens if not (isinstance(token, dict) and "__type" in token)}
+    texts = [_content(token) for token in tokens if not (isinstance(token, dict) and "__type" in token)]
+    special = {text for text in texts if isinstance(text, str)}
     decoder = {}
     for text, number in (json_object(path / _ADDED) or {}).items():
         if not isinstance(number, int) or isinstance(number, bool):
@@ -258,16 +261,17 @@ def _listed(fields: Mapping) -> list:
 
 def _entries(content: Mapping) -> list[dict]:
     found = content.get("added_tokens")
-    is_valid = lambda entry: isinstance(entry, dict) and isinstance(entry.get("content"), str) and "id" in entry
-    return [entry for entry in found if is_valid(entry)] if isinstance(found, list) else []
+    is_valid = lambda entry: isinstance(entry, dict) and isinstance(entry.get("content"), str) and type(entry.get("id")) is int
+    return found if isinstance(found, list) and all(map(is_valid, found)) else []
 
 
 def _vocabulary(content: Mapping) -> dict[str, int]:
     model = content.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, list):  # Unigram: [text, score] each
-        return {entry[0]: index for index, entry in enumerate(vocab) if isinstance(entry, list) and entry}
-    return vocab if isinstance(vocab, dict) else {}
+        texts = [entry[0] if isinstance(entry, list) and entry else None for entry in vocab]
+        return {text: index for index, text in enumerate(texts) if isinstance(text, str)}
+    return vocab if isinstance(vocab, dict) and all(type(number) is int for number in vocab.values()) else {}
 
 
 def _with_added(path: Path, content: dict, decoder: Mapping[int, dict], named: Mapping[str, Any], extra: list) -> dict:
@@ -277,8 +281,8 @@ def _with_added(path: Path, content: dict, decoder: Mapping[int, dict], named: M
     one. A token may get several entries, of which the last one counts.
     """
     vocab, stored = _vocabulary(content), _entries(content)
-    if not vocab:
-        return content
+    if not vocab or content.get("added_tokens") not in (None, stored):
+        return content  # a damaged file, which the library rejects
     known = {token["content"] for token in (*stored, *decoder.values())}
     new: list = [token for _, token in sorted(decoder.items())]
     for token in (*named.values(), *extra):
@@ -286,13 +290,14 @@ def _with_added(path: Path, content: dict, decoder: Mapping[int, dict], named: M
         if _content(token) not in known and token not in new:
             new.append(token)
     special, ids = set(map(_content, named.values())), {entry["content"]: entry["id"] for entry in stored}
-    entries = list(content.get("added_tokens") or ())
+    entries, last_of = list(stored), {entry["content"]: entry for entry in stored}
     for token in map(partial(_token, path), new):
         text = token["content"]
         if text and text not in ids:
             last = max(ids.values(), default=-1)
             ids[text] = vocab.get(text, last + 1 if last >= len(vocab) else len(vocab))
         entry = {"id": ids.get(text), **token, "special": token["special"] or text in special}
-        if text and entry != next((old for old in reversed(entries) if old.get("content") == text), None):
+        if text and entry != last_of.get(text):
             entries.append(entry)
+            last_of[text] = entry
     return {**content, "added_tokens": entries}

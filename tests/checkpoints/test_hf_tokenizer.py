@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -16,8 +17,10 @@ from transformers import AutoTokenizer
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.hf_directory import small_files
 from castiron.pipelines.checkpoints.hf_tokenizer import HfTokenizer, read_tokenizer
+from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import render
+from castiron.reference.tiny import tiny_model
 from castiron.vmfb.token_table import table_of
 from tests.support.tokenizer_directories import base, directories, vocabularies, write
 
@@ -126,3 +129,62 @@ def test_a_vocabulary_that_castiron_cannot_read_is_named(name, tmp_path):
 def test_malformed_special_tokens_are_named(files, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         _read(write(tmp_path, {**FILES, **files}))
+
+
+ODD = (None, True, 5, -1, 1.5, "x", "", [], {}, [None], ["a", 5], {"a": 1}, {"content": 5}, [[]], 10**30)
+
+
+def _changed(value: object, random: Random) -> object:
+    """Return a copy of a JSON value with one odd value in it."""
+    if isinstance(value, dict) and value and random.random() < 0.8:
+        key = random.choice([*value])
+        return {**value, key: _changed(value[key], random)}
+    if isinstance(value, list) and value and random.random() < 0.8:
+        index = random.randrange(len(value))
+        return [*value[:index], _changed(value[index], random), *value[index + 1 :]]
+    return random.choice(ODD)
+
+
+@settings(max_examples=60)
+@given(st.one_of(directories(), vocabularies()), st.randoms(use_true_random=False))
+def test_a_damaged_file_ends_in_one_line(files, random):
+    names = [name for name in files if name.endswith(".json")]
+    name = random.choice([name for name in names if name not in ("config.json", "vocab.json")] or names)
+    with tempfile.TemporaryDirectory() as folder:
+        value = _changed(json.loads(files[name]), random)
+        try:
+            read_tokenizer(write(Path(folder), {**files, name: json.dumps(value)}), json.loads(files["config.json"]))
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+
+
+ENDS = [
+    # ids of generation_config.json, ids of config.json, eos_token; ids of the stop set. 2 is <|endoftext|>, 300 is <|im_end|>.
+    ([1], None, None, (1,)),
+    ([1], None, "<|im_end|>", (1, 300)),
+    (None, None, "<|im_end|>", (300,)),
+    (None, 1, "<|im_end|>", (300, 1)),
+    (2, [1, 2], "<|im_end|>", (2, 300, 1)),
+    # 77 is an ordinary token: config.json has the default of a class.
+    (None, 77, "<|im_end|>", (300,)),
+    (None, 77, None, (77,)),
+]
+
+
+@pytest.mark.parametrize(("generation", "config", "text", "expected"), ENDS)
+def test_the_stop_tokens_are_those_of_all_files(generation, config, text, expected, tmp_path):
+    folder = tiny_model("llama", tmp_path, vocab_size=301, eos_token_id=config, bos_token_id=None)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    content = json.loads(base("gpt2"))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = {0: "<s>", 1: "</s>", 2: "<|endoftext|>", 300: "<|im_end|>"}
+    content["added_tokens"] = [{"id": n, "content": text, **flags, "special": True} for n, text in added.items()]
+    write(folder, {"tokenizer.json": json.dumps(content), "tokenizer_config.json": json.dumps({"eos_token": text})})
+    assert open_checkpoint(folder).eos_token_ids == expected
+
+
+def test_an_end_token_without_a_row_in_the_embedding_is_left_out(tmp_path):
+    folder = tiny_model("llama", tmp_path, vocab_size=300, eos_token_id=1, bos_token_id=None)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    write(folder, {"tokenizer.json": base("gpt2"), "tokenizer_config.json": '{"eos_token": "<|im_end|>"}'})
+    assert open_checkpoint(folder).eos_token_ids == (1,)
