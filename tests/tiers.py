@@ -113,6 +113,7 @@ tests/checkpoints/test_gguf_tokenizer.py::test_gemma3
 tests/evaluate/test_tune.py
 tests/reference/test_tiny.py::test_every_weight
 tests/evaluate/test_workload.py
+tests/text/test_template_variables.py::test_a_bundle
 tests/test_batch.py::*[portable
 tests/test_caches.py::*[gemma3
 tests/test_caches.py::*portable

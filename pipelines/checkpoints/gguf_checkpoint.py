@@ -14,13 +14,14 @@ import numpy as np
 
 from castiron.emitter.codecs import CODECS, with_scale
 from castiron.emitter.shorten import shorten, shorten_text
+from castiron.pipelines.checkpoints.chat_templates import join_templates
 from castiron.pipelines.checkpoints.checkpoint import HEAD, Checkpoint, CheckpointError, Tensor, without, without_shared
 from castiron.pipelines.checkpoints.gguf_config import architecture_of, encoding_of, hf_config, sampling_config
 from castiron.pipelines.checkpoints.gguf_deepseek2 import joined_key_values
 from castiron.pipelines.checkpoints.gguf_file import GgufFile, read_gguf
 from castiron.pipelines.checkpoints.gguf_metadata import Architecture
 from castiron.pipelines.checkpoints.gguf_rules import RULES_OF_ROPE_TENSOR
-from castiron.pipelines.checkpoints.gguf_special_tokens import eos_token_ids, fim_token_ids
+from castiron.pipelines.checkpoints.gguf_special_tokens import eos_token_ids, fim_token_ids, special_tokens
 from castiron.pipelines.checkpoints.gguf_tokenizer import lacks_pre_tokenizer, tokenizer_json
 from castiron.pipelines.checkpoints.quantised_parts import ORDER, column_orders
 from castiron.pipelines.terminal import print_message
@@ -49,7 +50,7 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
             f"{path} does not name its pre-tokenizer: tokenizer.ggml.pre is missing; text is split as by llama.cpp's default, "
             "which may give other tokens than the model was trained with; convert the model again"
         )
-    chat_template = file.metadata.get("tokenizer.chat_template")
+    templates = [file.metadata.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use")]
     ids = {"bos_token_id": config["bos_token_id"], "eos_token_id": list(eos), "pad_token_id": config["pad_token_id"]}
     return Checkpoint(
         path=path,
@@ -57,7 +58,8 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
         config=config,
         tensors=tensors,
         tokenizer=tokenizer_json(file),
-        chat_template=chat_template if isinstance(chat_template, str) else None,
+        chat_template=join_templates(*templates),
+        special_tokens=special_tokens(file),
         bos_token_id=config["bos_token_id"],
         eos_token_ids=eos,
         fim_token_ids=fim_token_ids(file),

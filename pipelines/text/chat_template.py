@@ -18,8 +18,8 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
 from castiron.vmfb.record import short
 
-# Variables that `render` itself sets; tools and documents are None unless given.
-OWN_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token")
+# Variables that `render` itself sets, besides special tokens; tools and documents are None unless given.
+OWN_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")
 # Limits of one rendering: seconds of processor time, and characters.
 SECONDS, MAX_CHARACTERS = 3.0, 64 << 20
 # Names of the message field for reasoning; the first one that a message has is used.
@@ -81,7 +81,7 @@ def prepare() -> None:
 def variables_of(template: str) -> list[str]:
     """Return the variables of a template that `render` does not set, such as enable_thinking."""
     reads, known = _names(template)
-    return sorted(reads - known - set(OWN_VARIABLES))
+    return sorted(name for name in reads - known - set(OWN_VARIABLES) if not name.endswith("_token"))
 
 
 def reads_tools(template: str | None) -> bool:
