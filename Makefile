@@ -155,7 +155,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv .venv
 
 clean:
-	rm -rf build *.egg-info .pytest_cache .hypothesis
+	rm -rf build .wheel *.egg-info .pytest_cache .hypothesis
 	find emitter pipelines vmfb reference tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shlex
 import sys
 from collections.abc import Collection, Iterable
@@ -105,13 +106,33 @@ def requirements(extra: str) -> list[str]:
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return "; did you mean X?", where X is the most similar known name; "" if none is similar."""
+    near = RENAMED[name] if RENAMED.get(name) in known else _closest(name, known)
+    return f"; did you mean {near}?" if near else ""
+
+
+def similar_path(path: str | os.PathLike) -> str:
+    """Return "; did you mean PATH?" with an existing path that is spelled similarly, or ""."""
+    asked = Path(os.fsdecode(path))
+    found = Path(asked.anchor)
+    for part in asked.parts[len(found.parts) :]:
+        name: str | None = part
+        if not (found / part).exists():
+            try:
+                name = _closest(part, sorted(each for each in os.listdir(found) if not each.startswith(".")))
+            except OSError:
+                name = None
+        if name is None:
+            return ""
+        found /= name
+    return f"; did you mean {found}?" if found != asked else ""
+
+
+def _closest(name: str, known: Collection[str]) -> str | None:
     from difflib import get_close_matches
 
-    if RENAMED.get(name) in known:
-        return f"; did you mean {RENAMED[name]}?"
     by_lower, name = {each.lower(): each for each in known}, name.lower()
     near = get_close_matches(name, by_lower) or [each for each in by_lower if len(name) > 2 and name in each]
-    return f"; did you mean {by_lower[near[0]]}?" if near else ""
+    return by_lower[near[0]] if near else None
 
 
 def check_names(given: Iterable[str], known: Collection[str]) -> None:

@@ -231,6 +231,14 @@ def test_the_wheel_holds_every_source_and_data_file_and_no_test(tree, wheel):
     assert {name.split("/")[0] for name in names} == {"castiron"}
 
 
+def test_the_wheel_leaves_nothing_among_the_bundles(tree, wheel):
+    """Bundles are in build/, where `castiron list` looks; git ignores what is left elsewhere."""
+    assert not (tree / "build").exists()
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    left = {path.name for path in tree.iterdir()} - {path.name for path in ROOT.iterdir()}
+    assert left <= {".wheel", "castiron_llm.egg-info"} and {".wheel/", "*.egg-info/"} <= set(ignored)
+
+
 def test_the_wheel_has_the_command_and_the_licence(wheel):
     texts = {name.split("/", 1)[1]: wheel.read(name).decode() for name in wheel.namelist() if ".dist-info/" in name}
     assert "castiron = castiron.pipelines.cli.main:main" in texts["entry_points.txt"]

@@ -24,6 +24,7 @@ from castiron.pipelines.checkpoints.checkpoint import EMBEDDINGS, HEAD, Checkpoi
 from castiron.pipelines.checkpoints.hf_files import json_object, read_safetensors
 from castiron.pipelines.checkpoints.hf_tensors import adapter_tensors, is_transposed
 from castiron.pipelines.checkpoints.hf_tokenizer import HfTokenizer, read_tokenizer
+from castiron.pipelines.errors import similar_path
 from castiron.vmfb.archive import Part
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -65,8 +66,16 @@ class Adapter:
 
 def adapter_sha256(path: Path) -> str:
     """Return the SHA-256 of an adapter in hex: one hash for its config and weights together."""
+    _check_directory(path)
     hashes = [bytes.fromhex(Part.of(path / name).sha256()) for name in (CONFIG, WEIGHTS)]
     return hashlib.sha256(b"".join(hashes)).hexdigest()
+
+
+def _check_directory(path: Path) -> None:
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file of an adapter; give its directory, {path.absolute().parent}")
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such directory{similar_path(path) or '; give the directory of an adapter'}")
 
 
 def open_adapter(path: Path) -> Adapter:
@@ -74,6 +83,7 @@ def open_adapter(path: Path) -> Adapter:
 
     Raises CheckpointError for variants of LoRA that castiron does not support, such as DoRA.
     """
+    _check_directory(path)
     config = _config(path)
     if not (path / WEIGHTS).exists():
         raise CheckpointError(f"{path} has no {WEIGHTS}; save the adapter as safetensors")

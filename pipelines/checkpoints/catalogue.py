@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-from castiron.pipelines.errors import did_you_mean
+from castiron.pipelines.errors import did_you_mean, similar_path
 from castiron.vmfb.archive import Part
 from castiron.vmfb.cache import cache_folder, cache_path
 from castiron.vmfb.children import own_group
@@ -85,7 +85,7 @@ def not_found(model: str | Path) -> CheckpointError:
     """Return the error for a path or name at which there is no model."""
     if Path(model).exists():
         return CheckpointError(f"{model}: neither a regular file nor a directory; give the path of a model")
-    if suggestion := did_you_mean(str(model), CATALOGUE):
+    if suggestion := similar_path(model) or did_you_mean(str(model), CATALOGUE):
         return CheckpointError(f"{model}: no such file or directory{suggestion}")
     known = f"a bundle, a GGUF file, an HF directory, org/name on the hub, or {', '.join(CATALOGUE)}"
     return CheckpointError(f"{model}: no such file or directory; give {known}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from castiron.pipelines.cli.options import add_options
-from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.errors import PipelineError, similar_path
 from castiron.pipelines.locate import is_archive
 from castiron.pipelines.terminal import megabytes, sanitised
 from castiron.vmfb.cache import cache_path
@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     named = list(map(Path, args.paths))
     if missing := [path for path in named if not path.exists()]:
-        raise PipelineError(f"{missing[0]}: no such file or directory; give a bundle or a folder of bundles")
+        remedy = similar_path(missing[0]) or "; give a bundle or a folder of bundles"
+        raise PipelineError(f"{missing[0]}: no such file or directory{remedy}")
     found = dict.fromkeys(bundle for path in (FOLDER, *named) for bundle in bundles_at(path))
     cached = sorted((bundle(path) | {"last_used": last_use(path)} for path in bundles_at(cache_path("bundles"))),
                     key=lambda row: row["last_used"], reverse=True)  # fmt: skip

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import castiron
 from castiron.pipelines.cli.options import check_models_exist, check_not_empty, check_threads, model_first, note_ignored
-from castiron.pipelines.errors import did_you_mean, error_message
+from castiron.pipelines.errors import did_you_mean, error_message, similar_path
 from castiron.pipelines.terminal import sanitised
 
 # Group -> command -> summary. The module cli/NAME.py has EXAMPLES, `add_arguments(parser)` and `main(args) -> exit status`; it
@@ -128,6 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = error_message(error)
         if message is None:
             raise
+        if isinstance(error, FileNotFoundError) and isinstance(error.filename, str):
+            message += similar_path(error.filename)
         _print_failure(message, type(error).__name__, as_json)
         return FAILED
 

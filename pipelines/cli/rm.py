@@ -54,24 +54,31 @@ def main(args: argparse.Namespace) -> int:
 def paths_of(name: str) -> list[Path]:
     """Return the paths that `castiron rm` removes for a name or path.
 
-    These are bundles and, if the name is in the catalogue, the downloaded checkpoint.
+    These are bundles and, if the name is in the catalogue, the downloaded checkpoint. Raises
+    PipelineError if `name` is the path of a bundle, or of a checkpoint with a cached bundle, and also
+    a name in the cache.
     """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name
-    from castiron.pipelines.compile.open_model import cached_path
-    from castiron.pipelines.compile.options import Options
+    from castiron.pipelines.compile.open_model import bundle_name
 
-    path, folder = Path(name), cache_path("bundles")
-    if is_bundle(path):
-        return [path]
-    bundles = list(bundles_at(folder))
-    name = canonical_name(name)
-    if name not in CATALOGUE and (found := [bundle for bundle in bundles if bundle.name == name]):
-        return found
-    # The name of a bundle that was compiled with other options ends with a hash of the options.
-    pattern = re.compile(re.escape(cached_path(name, Options()).name) + "(-[0-9a-f]{8})?")
-    found = [bundle for bundle in bundles if pattern.fullmatch(bundle.name)]
-    fetched = cache_path("models") / CATALOGUE[name].file if name in CATALOGUE else None
-    return [*found, fetched] if fetched and fetched.is_file() else found
+    path, bundles = Path(name), list(bundles_at(cache_path("bundles")))
+
+    def compiled(name: str) -> list[Path]:
+        # The name of a bundle that was compiled with other options ends with a hash of the options.
+        pattern = re.compile(re.escape(name) + "(-[0-9a-f]{8})?")
+        return [bundle for bundle in bundles if pattern.fullmatch(bundle.name)]
+
+    given = [path] if is_bundle(path) else compiled(bundle_name(path)) if path.exists() else []
+    if os.sep in name and path.exists():
+        return given
+    if (known := canonical_name(name)) in CATALOGUE:
+        fetched = cache_path("models") / CATALOGUE[known].file
+        cached = [*compiled(known), *[fetched] * fetched.is_file()]
+    else:
+        cached = [bundle for bundle in bundles if bundle.name == name] or ([] if path.exists() else compiled(bundle_name(name)))
+    if given and cached:
+        raise PipelineError(f"{name} is a path and a name in the cache; give {os.path.join('.', name)} or {cached[0]}")
+    return given or cached
 
 
 def process_using(path: Path) -> int | None:

@@ -155,16 +155,20 @@ def require_cpu(bundle: Bundle, command: str) -> Bundle:
 
 def cached_path(model: str | Path, options: Options) -> Path:
     """Return the cache path of a bundle compiled from the checkpoint `model` with `options`."""
-    path = Path(model)
-    if path.exists():
-        name = f"{path.resolve().name.removesuffix('.gguf')}-{_digest(bytes(path.resolve()))}"
-    else:
-        hub = HubName.read(str(model))
-        name = f"{hub.short}-{_digest(str(hub).encode())}" if hub else str(model)
+    name = bundle_name(model)
     chosen, default = (asdict(o) | {"threads": o.threads_or_cores} for o in (options, type(options)()))
     if chosen != default:
         name += f"-{_digest(json.dumps(chosen).encode())}"
     return cache_root() / "bundles" / name
+
+
+def bundle_name(model: str | Path) -> str:
+    """Return the name, in the cache, of a bundle compiled from `model` with default options."""
+    path = Path(model)
+    if path.exists():
+        return f"{path.resolve().name.removesuffix('.gguf')}-{_digest(bytes(path.resolve()))}"
+    hub = HubName.read(str(model))
+    return f"{hub.short}-{_digest(str(hub).encode())}" if hub else str(model)
 
 
 def _digest(data: bytes) -> str:

@@ -13,9 +13,12 @@ import pytest
 from castiron.pipelines import errors
 from castiron.pipelines.checkpoints.catalogue import CATALOGUE
 from castiron.pipelines.cli import main as cli
+from castiron.pipelines.compile.open_model import cached_path
+from castiron.pipelines.compile.options import Options
 from castiron.pipelines.errors import error_message
 from tests.cli.test_cli import complaint
 from tests.support import toy_text
+from tests.support.tiny_gguf import write_llama
 from tests.support.toy_text import read_json
 
 bundle = toy_text.bundle
@@ -86,6 +89,36 @@ def missing(module: str) -> str:
     return error_message(ModuleNotFoundError(f"No module named {module!r}", name=module))
 
 
+def test_a_misspelled_path_suggests_its_siblings(bundle, tmp_path, monkeypatch, capsys):
+    """Also where a folder of the path is misspelled, and in every option that names a file."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(bundle, "build/my-model")
+    write_llama(tmp_path / "llama.Q4_K_M.gguf")
+    Path("prompts.jsonl").write_text('{"prompt": "a"}')
+    Path("adapters/lora").mkdir(parents=True)
+    Path("adapters/lora/adapter_model.safetensors").touch()
+    for argv, suggestion in (
+        ("run build/my-modle a", "build/my-model"),
+        ("run ./bulid/my-model a", "build/my-model"),
+        ("explain build/My-Model", "build/my-model"),
+        ("inspect llama.q4_k_m.gguf", "llama.Q4_K_M.gguf"),
+        (f"run {tmp_path}/build/my-m a", f"{tmp_path}/build/my-model"),
+        ("run build/my-model -f promts.jsonl", "prompts.jsonl"),
+        ("batch build/my-model prompt.jsonl -o out.jsonl", "prompts.jsonl"),
+        ("verify build/my-model --prompts prompts.jsnl", "prompts.jsonl"),
+        ("list biuld", "build"),
+        ("compile llama.Q4_K_M.gguf --adapter adapters/lroa", "adapters/lora"),
+    ):
+        assert cli.main(argv.split()) == 1
+        message = complaint(capsys)
+        assert message.endswith(f"; did you mean {suggestion}?\n") and "no such" in message.lower(), message
+    for argv in (["compile", "llama.Q4_K_M.gguf"], ["quantise", "llama.Q4_K_M.gguf", "-o", "out.gguf"]):
+        assert cli.main([*argv, "--adapter", "adapters/lora/adapter_model.safetensors"]) == 1
+        assert f"is a file of an adapter; give its directory, {tmp_path}/adapters/lora" in complaint(capsys)
+    assert cli.main(["run", "nothing-like-it", "a"]) == 1
+    assert "did you mean" not in complaint(capsys)
+
+
 def test_a_clone_suggests_its_extra():
     assert missing("nonsense") is None
     for extra, modules in errors.EXTRAS.items():
@@ -148,6 +181,31 @@ def test_list_and_rm_know_the_bundles_of_the_cache(bundle, tmp_path, monkeypatch
     assert list(cached.iterdir()) == list(fetched.parent.iterdir()) == [] and os.listdir("mine") == ["notes"]
     assert cli.main(["rm", "mine"]) == 1
     assert "mine: no such bundle; castiron list shows bundles" in complaint(capsys)
+
+
+def test_rm_does_not_choose_between_a_folder_and_the_cache(bundle, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    write_llama(tmp_path / "smollm2-135m-instruct.gguf")
+    of_path = cached_path(tmp_path / "smollm2-135m-instruct.gguf", Options())
+    for name in ("gemma-3-270m", "other-12345678"):
+        shutil.copytree(bundle, tmp_path / "cache/bundles" / name)
+        shutil.copytree(bundle, name)
+        capsys.readouterr()
+        assert cli.main(["rm", name]) == 1
+        cached = tmp_path / "cache/bundles" / name
+        assert f"{name} is a path and a name in the cache; give ./{name} or {cached}" in complaint(capsys)
+        assert cached.exists() and Path(name).exists()
+        assert cli.main(["rm", f"./{name}"]) == 0 and cached.exists() and not Path(name).exists()
+        assert cli.main(["rm", str(cached)]) == 0 and not cached.exists()
+        # A folder that is no bundle is not meant.
+        shutil.copytree(bundle, cached)
+        Path(name).mkdir()
+        assert cli.main(["rm", name]) == 0 and not cached.exists() and Path(name).exists()
+    shutil.copytree(bundle, of_path)
+    capsys.readouterr()
+    assert cli.main(["rm", "smollm2-135m-instruct.gguf", "--json"]) == 0
+    assert read_json(capsys.readouterr().out)["removed"] == [str(of_path)]
 
 
 def test_list_shows_catalogue_and_bundles(bundle, tmp_path, monkeypatch, capsys):

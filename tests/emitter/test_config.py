@@ -106,7 +106,7 @@ def test_a_key_that_is_absent_has_the_default_of_transformers(model_type):
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_rejects_an_unknown_key_that_hf_reads(model_type, monkeypatch):
     config = {**unlike_the_defaults(model_type), "sink_multiplier": 2.0}
-    monkeypatch.setitem(HF_KEYS, model_type, [*HF_KEYS[model_type], "sink_multiplier"])
+    monkeypatch.setitem(HF_KEYS, model_type, [*HF_KEYS.get(model_type, ()), "sink_multiplier"])
     with pytest.raises(
         EmitError, match=f"unknown keys in the {model_type} config may change the results: 'sink_multiplier';"
     ) as error:
@@ -154,8 +154,15 @@ def test_ignores_only_trainers_keys_of_a_family_unknown_to_hf():
 
 
 def test_the_keys_that_hf_reads_are_those_of_the_installed_transformers():
-    """If not, run `python -m castiron.reference.config_keys`."""
-    assert config_keys.PATH.read_text() == config_keys.source()
+    assert config_keys.PATH.read_text() == config_keys.source(), "run python -m castiron.reference.config_keys"
+
+
+def test_an_unread_key_of_a_new_family_names_the_command_that_lists_keys(monkeypatch):
+    config = {**unlike_the_defaults("llama"), "transformers_only": 1}
+    assert "transformers_only" not in HF_KEYS["llama"] and read(config)
+    monkeypatch.delitem(HF_KEYS, "llama")
+    with pytest.raises(EmitError, match="does not list the keys of llama.*: 'transformers_only'; run python -m castiron.ref"):
+        read(config)
 
 
 def test_ignores_fields_of_hfs_base_config():

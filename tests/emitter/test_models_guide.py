@@ -7,13 +7,17 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from castiron.emitter import layers, models
 from castiron.emitter.models.config import ConfigReader
+from castiron.emitter.models.decoder import DecoderConfig
+from castiron.emitter.types import EmitError
 from castiron.pipelines.cli.main import main
 from castiron.reference import hf, tiny
 from tests.emitter import test_models
@@ -126,9 +130,29 @@ def test_the_tests_of_the_guide_run_where_only_compile_llm_was_made(tmp_path):
 def test_what_the_guide_names_is_there():
     for path in re.findall(r"`((?:emitter|reference|pipelines|tests)/[\w./]+\.py)`", GUIDE):
         assert (ROOT / path).is_file(), path
-    rows = re.findall(r"^\| .* \| (.*) \|$", GUIDE, re.MULTILINE)
+    modules = GUIDE[GUIDE.index("| HF | here |") : GUIDE.index("A fused projection")]
+    rows = re.findall(r"^\| .* \| (.*) \|$", modules, re.MULTILINE)
     names = {name for cell in rows for name in re.findall(r"`(\w+)", cell)} - {"castiron"}
     assert {"embedding", "linear_parts", "attention", "route", "softcapped"} <= names
     assert all(hasattr(layers, name) for name in names), names
-    for name in ("take", "nullable", "require", "unused", "finish"):
-        assert hasattr(ConfigReader, name)
+    methods = {name for name, value in vars(ConfigReader).items() if name[0] != "_" and callable(value)}
+    assert {name for name in methods if f"`{name}(" in GUIDE or f"`{name}`" in GUIDE or f"c.{name}(" in GUIDE} >= methods - {
+        "layer_types", "expert_groups", "rotaries", "frequencies"
+    }  # fmt: skip
+
+
+def test_the_defaults_of_the_guide_are_those_of_read():
+    """Absent keys give the values in the guide's table."""
+    sizes = {"vocab_size": 10, "hidden_size": 24, "intermediate_size": 30, "num_hidden_layers": 2, "num_attention_heads": 3,
+             "num_key_value_heads": 1}  # fmt: skip
+    table = GUIDE[GUIDE.index("| field | key") : GUIDE.index("| method of")]
+    found = ConfigReader({**sizes, "max_position_embeddings": 99}).read(DecoderConfig)
+    assert found.head_dim == 24 // 3 and "| hidden size / heads |" in table
+    assert f"| {found.eps:g} |".replace("1e-06", "1e-6") in table and f"| `{found.hidden_act}` |" in table
+    assert not (found.tied or found.attention_bias or found.mlp_bias or found.bidirectional) and table.count("| False |") == 2
+    assert found.windows == [None, None] and np.allclose(found.rotary.inv_freq, 10000.0 ** -(np.arange(4) / 4))
+    for key in (*sizes, "max_position_embeddings"):
+        with pytest.raises(EmitError, match=f"lacks '{key}'"):
+            ConfigReader({k: v for k, v in {**sizes, "max_position_embeddings": 99}.items() if k != key}).read(DecoderConfig)
+    fields_ = {field.name for field in fields(DecoderConfig)}
+    assert fields_ == {name for row in table.strip().splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
