@@ -11,12 +11,8 @@ from castiron.pipelines.api.request_body import Body, ByType, Unsupported
 
 # Names of functions: OpenAI allows 64 characters, Anthropic 128.
 FunctionIdentifier = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
-# Roles of messages that chat templates know by another name.
-ROLES = {"developer": "system", "function": "tool"}
 # The JSON schema of the arguments of a custom tool.
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False}
-# The id of a call in OpenAI's old field function_call, which has none.
-OLD_CALL = "function1"
 
 
 class TextPart(Body):
@@ -49,47 +45,58 @@ def text_of(content: Iterable[TextPart | RefusalPart] | None) -> str:
     return "".join(part.text for part in content or ())
 
 
+class CalledFunction(Body):
+    """A function's name and arguments: JSON text, or what a model wrote in its place."""
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra={})
+    name: str
+    arguments: Any = None
+
+
+class Call(Body):
+    """A call in an earlier answer."""
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra={})
+    type: Literal["function", None] = None
+    id: str | None = None
+    function: CalledFunction
+
+
+class CalledFreeform(Body):
+    model_config = ConfigDict(extra="ignore", json_schema_extra={})
+    name: str
+    input: str | None = None
+
+
+class FreeformCall(Body):
+    """A call to a custom tool in an earlier answer."""
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra={})
+    type: Literal["custom"]
+    id: str | None = None
+    custom: CalledFreeform
+
+    @property
+    def function(self) -> CalledFunction:
+        return CalledFunction(name=self.custom.name, arguments={"input": self.custom.input})
+
+
 class Message(BaseModel):
     """A chat message; fields other than role and content are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
+    tool_calls: Annotated[list[Annotated[Call | FreeformCall, ByType("function")]], Field(fail_fast=True)] | None = None
+    # OpenAI's old name of a single call, which has no id.
+    function_call: CalledFunction | None = None
 
-    def plain(self) -> dict:
-        """Return the message as chat templates expect it: content as text, no deprecated fields.
-
-        For example, `function_call` becomes `tool_calls`, and the role function becomes tool.
-        """
-        extra, role = dict(self.model_extra or {}), ROLES.get(self.role, self.role)
-        if self.role == "function":
-            extra = {"tool_call_id": OLD_CALL, **extra}
-        if isinstance(call := extra.get("function_call"), dict):
-            extra = {**extra, "tool_calls": [{"id": OLD_CALL, "type": "function", "function": call}]}
-            del extra["function_call"]
-        if isinstance(calls := extra.get("tool_calls"), list):
-            extra["tool_calls"] = [_with_object(call) for call in calls]
-        return {**extra, "role": role, "content": text_of(self.content)}
-
-
-def _with_object(call: Any) -> Any:
-    """Convert a tool call of a message to the form that chat templates expect.
-
-    The arguments, which are JSON text in the API, become an object. If this is not possible, the
-    call is returned unchanged. A call to a custom tool becomes a function call with the argument
-    `input`.
-    """
-    if isinstance(call, dict) and isinstance(custom := call.get("custom"), dict):
-        function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
-        return {"id": call.get("id"), "type": "function", "function": function}
-    function = call.get("function") if isinstance(call, dict) else None
-    if not (isinstance(function, dict) and isinstance(function.get("arguments"), str)):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+    def plain(self) -> dict[str, Any]:
+        """Return the message with its content as text, and all calls in `tool_calls`."""
+        found = {**(self.model_extra or {}), "role": self.role, "content": text_of(self.content)}
+        old = [Call(function=self.function_call)] if self.function_call else []
+        calls = [{"id": call.id, "function": call.function.model_dump()} for call in (*(self.tool_calls or ()), *old)]
+        return {**found, "tool_calls": calls} if calls else found
 
 
 class FunctionName(Body):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,11 +26,13 @@ from castiron.vmfb.manifest import Manifest
 MAX_TOKENIZE_CHARACTERS = 1_000_000
 # OpenAI's default temperature.
 TEMPERATURE = 1.0
-# Fields of messages that a template may ignore: some templates leave earlier reasoning out, an id only links a call to its
-# result, shared prefixes are always cached, and litellm's clients send its own fields back.
-MAY_BE_IGNORED = {"role", "reasoning_content", "reasoning", "tool_call_id", "cache_control", "provider_specific_fields"}
-# Fields of messages that a template must read.
-CONTENT = ("content", "tool_calls")
+# Fields of messages that are not checked: what a template does not show is shown as text, some templates leave earlier
+# reasoning out, an id only links a call to its result, shared prefixes are always cached, and litellm's clients send its own
+# fields back.
+UNCHECKED = {
+    "role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "cache_control",
+    "provider_specific_fields",
+}  # fmt: skip
 # Values of message fields that mean the same as leaving the field out.
 EMPTY: tuple[Any, ...] = (None, [], "")
 # Max distinct (role, field) pairs of messages: the check of each renders the conversation, and no template reads more.
@@ -190,9 +191,10 @@ class ModelApi:
 
         def encode() -> list[int]:
             render = lambda some: self.tokenizer.render_chat(some, **template_args)
-            check_fields_are_read(render, ordered := with_system_first(render, plain), self.limits.strict_requests)
+            if self.limits.strict_requests:
+                check_fields_are_read(render, plain)
             encode_chat = self.tokenizer.encode_unfinished_chat if continue_last else self.tokenizer.encode_chat
-            return encode_chat(ordered, **template_args)
+            return encode_chat(plain, **template_args)
 
         return await run_in_thread(encode)
 
@@ -223,65 +225,38 @@ class ModelApi:
             raise invalid(param, f"{param} has token {max(tokens)}, outside the vocabulary; use token ids below {self.vocab}")
 
 
-def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]], strict: bool) -> None:
-    """Raise ApiError 400 if the chat template ignores a role, or a field of a message.
+def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ApiError 400 if the chat template ignores a field of a message other than `UNCHECKED`.
 
     render: applies the chat template to a list of messages and returns the text.
-    strict: whether to check other fields than content and tool_calls too.
 
-    A role is ignored if changing the content of one of its messages does not change the rendered
-    text. A field is ignored if removing it does not change the rendered text. For each role and
-    field, only the first message that has both is tried.
+    A field is ignored if removing it does not change the rendered text. For each role and field,
+    only the first message that has both is tried.
     """
     # Pairs that are not checked. A template may ignore a tool result's name: the call has the function's name too.
-    seen: set[tuple[str, str]] = {("user", "content"), ("assistant", "content"), ("tool", "name")}
+    seen: set[tuple[str, str]] = {("tool", "name")}
     rendered: str | None = None
     for index, message in enumerate(messages):
         role = message["role"]
         for name, value in message.items():
-            if (role, name) in seen or value in EMPTY or name in MAY_BE_IGNORED or not (strict or name in CONTENT):
+            if (role, name) in seen or value in EMPTY or name in UNCHECKED:
                 continue
             seen.add((role, name))
             if name == "name" and all(other.get("name") == value for other in messages if other["role"] == role):
                 # If all messages of the role have the same name, the template may ignore it.
                 continue
-            # Content is changed, not removed, because a template may have a default for empty content.
             changed = {key: each for key, each in message.items() if key != name}
-            changed |= {name: f"{value}x"} if name == "content" else {}
             try:
                 rendered = render(messages) if rendered is None else rendered
                 is_ignored = render([*messages[:index], changed, *messages[index + 1 :]]) == rendered
             except PipelineError:
                 # A template that fails without the field reads it.
                 is_ignored = False
-            if is_ignored and name == "content":
-                raise unsupported(
-                    f"messages.{index}.role", f"this model's chat template ignores messages of role {role!r}; leave them out"
-                )
             if is_ignored or len(seen) > MAX_FIELDS:
                 raise unsupported(
                     f"messages.{index}.{name[:40]}",
                     f"this model's chat template ignores the field {name[:40]!r} of messages; leave it out",
                 )
-
-
-def with_system_first(render: Render, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return the messages, with all system messages merged into one at the start if necessary.
-
-    render: applies the chat template to a list of messages and returns the text.
-    Merging is necessary if the template ignores or rejects system messages in later positions.
-    """
-    changed = [
-        {**message, "content": f"{message['content']}x"} if index and message["role"] == "system" else message
-        for index, message in enumerate(messages)
-    ]
-    if changed == messages:
-        return messages
-    with contextlib.suppress(PipelineError):
-        if render(changed) != render(messages):
-            return messages
-    system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
-    return [{"role": "system", "content": system}, *(message for message in messages if message["role"] != "system")]
 
 
 def default_sampling(manifest: Manifest, limits: Limits) -> Sampling:

@@ -86,7 +86,7 @@ class ResponseStore:
         body = json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
         output = InputTokensRequest(input=response.get("output")).items(lambda name: None)
         messages = [*messages, *messages_of(output)]
-        size = len(body) + sum(len(message.model_dump_json()) for message in messages)
+        size = len(body) + sum(len(message.model_dump_json(exclude_none=True)) for message in messages)
         items = {item.id or "": item for item in output}
         self._stored[response["id"]] = Stored(owner, body, items, messages, size)
         self._items |= dict.fromkeys(items, response["id"])

@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache, lru_cache
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
 from castiron.vmfb.record import short
 
 # Variables that `render` itself sets, besides special tokens; tools and documents are None unless given.
@@ -24,20 +23,6 @@ OWN_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")
 SECONDS, MAX_CHARACTERS = 3.0, 64 << 20
 # Names of the message field for reasoning; the first one that a message has is used.
 REASONING = ("reasoning_content", "thinking", "reasoning")
-# Description of tools, worded as in Qwen 2.5's template, with which many models were trained.
-DESCRIPTION = """# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{tools}
-</tools>
-
-For each function call, return a json object with function name and arguments in this form:
-{call}"""
-CALL = ("<function-name>", "<args-json-object>")
-RESULT = "<tool_response>\n{}\n</tool_response>"
 
 
 def render(
@@ -87,63 +72,6 @@ def variables_of(template: str) -> list[str]:
 def reads_tools(template: str | None) -> bool:
     """Return whether a template uses the variable `tools` to describe functions to the model."""
     return "tools" in _names(template or "")[0]
-
-
-def describe_tools(
-    messages: Iterable[Mapping[str, Any]], tools: Iterable[Mapping[str, Any]], form: ToolFormat, has_system: bool = True
-) -> list[dict[str, Any]]:
-    """Return `messages` with a description of `tools` added to the system message.
-
-    form: the format in which the model is to write tool calls. With the format `HERMES`, tool calls
-    and tool results in `messages` are also converted to text. has_system: whether the chat template
-    accepts a system message; if not, the description is put before the first user message. Raises
-    PipelineError if the tool calls of a message are not in OpenAI's format.
-    """
-    shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    texts, found = [DESCRIPTION.format(tools=shown, call=form.write([CALL]))], []
-    for message in messages:
-        if message["role"] in ("system", "developer"):
-            texts.insert(-1, message["content"])
-        elif form is HERMES:
-            try:
-                found.append(_as_text(message))
-            except (LookupError, TypeError):
-                raise PipelineError(
-                    "tool_calls of a message are not in OpenAI's format; give each call a function with name and arguments"
-                ) from None
-        else:
-            found.append(dict(message))
-    system = "\n\n".join(texts)
-    merged: list[dict[str, Any]] = [{"role": "system", "content": system}] if has_system else []
-    for message in found:
-        if not has_system and message["role"] == "user" and not merged:
-            message["content"] = f"{system}\n\n{message['content']}"
-        if merged and message["role"] == merged[-1]["role"] == "user":
-            # Join the results of several calls, because many templates require roles to alternate.
-            merged[-1]["content"] += f"\n{message['content']}"
-        else:
-            merged.append(message)
-    return merged
-
-
-def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    if message["role"] == "tool":
-        return {"role": "user", "content": RESULT.format(message["content"])}
-    plain = {key: value for key, value in message.items() if key != "tool_calls"}
-    if calls := message.get("tool_calls"):
-        written = lambda arguments: arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        text = HERMES.write([(call["function"]["name"], written(call["function"]["arguments"])) for call in calls])
-        plain["content"] = "\n".join(filter(None, [plain.get("content"), text]))
-    return plain
-
-
-def takes_system(template: str) -> bool:
-    """Return whether a template accepts a system message; Gemma 2's template rejects it."""
-    try:
-        render(template, [{"role": role, "content": "x"} for role in ("system", "user")])
-    except PipelineError:
-        return False
-    return True
 
 
 def check_variables(template: str | None, given: Mapping[str, object]) -> None:

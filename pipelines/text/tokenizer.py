@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.text.chat_template import check_variables, describe_tools, reads_tools, render, takes_system
+from castiron.pipelines.text.chat_template import check_variables, reads_tools, render
+from castiron.pipelines.text.history import Adapter, normal_messages
 from castiron.pipelines.text.reasoning import Marks, marks_of
 from castiron.pipelines.text.special_tokens import SpecialTokens
 from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
@@ -108,7 +109,7 @@ class Tokenizer:
         backend.no_padding()
         self.template_args, self.parse_special = dict(template_args or {}), parse_special
         self.tool_format = tool_format or HERMES
-        self._describes_tools = tool_format is None or not reads_tools(chat_template)
+        self._adapter = Adapter(self._rendered, self.tool_format, tool_format is None or not reads_tools(chat_template))
         check_variables(chat_template, self.template_args)
         self.vocab = vocab or backend.get_vocab_size()
         added = backend.get_added_tokens_decoder()
@@ -154,7 +155,7 @@ class Tokenizer:
 
         The tokens that end the last message are left out.
         """
-        *before, last = messages
+        *before, last = normal_messages(messages)
         unfinished = [*before, {**last, "content": last["content"] + CUT}]
         rendered, mark = self._render_broken(unfinished, {**variables, "add_generation_prompt": False})
         text, found, _ = rendered.partition(CUT)
@@ -170,7 +171,7 @@ class Tokenizer:
         The break keeps such a text from being encoded as a special token. Return (rendered text,
         break character). No message contains the break character; it is "" if no break is needed.
         """
-        given, mark = {"messages": list(messages), **self.template_args, **variables}, ""
+        given, mark = {"messages": normal_messages(messages), **self.template_args, **variables}, ""
         if self.chat_template is not None and not self.parse_special:
             given, mark = self.special_tokens.broken(given)
         return self._render(**given), mark
@@ -183,19 +184,15 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[Mapping], **variables) -> str:
         """Return the text of `messages` that `encode_chat` converts to ids."""
-        return self._render(messages, **(self.template_args | variables))
+        return self._render(normal_messages(messages), **(self.template_args | variables))
 
-    def _render(self, messages: Sequence[Mapping], **variables) -> str:
+    def _render(self, messages: list[dict[str, Any]], tools: Any = None, **variables) -> str:
+        return self._rendered(*self._adapter.adapted(messages, tools, variables), variables)
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: Any, variables: Mapping[str, Any]) -> str:
         if self.chat_template is None:
             raise PipelineError("this model has no chat template; give the prompt as it is with --raw")
-        if not variables.get("tools") or not self._describes_tools:
-            return render(self.chat_template, messages, special_tokens=self.special, **variables)
-        described = describe_tools(messages, variables.pop("tools"), self.tool_format, self._takes_system)
-        return render(self.chat_template, described, special_tokens=self.special, **variables)
-
-    @cached_property
-    def _takes_system(self) -> bool:
-        return takes_system(self.chat_template or "")
+        return render(self.chat_template, messages, special_tokens=self.special, tools=tools, **variables)
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:

@@ -102,6 +102,12 @@ class ToolFormat:
         written = [f"{self.begin}{name}{self.head}{arguments}{self.end}" for name, arguments in calls]
         return self.section_begin + self.separator.join(written) + self.section_end
 
+    def arguments(self, arguments: Mapping[str, Any]) -> str:
+        """Return the text of a call's arguments; the style is json or python."""
+        if self.style == "python":
+            return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        return json.dumps(arguments, ensure_ascii=False)
+
     def example(self) -> str:
         """Return an example of a call in this format, on one line, to show to users."""
         if self.style == "harmony":

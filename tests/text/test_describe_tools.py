@@ -42,11 +42,16 @@ def test_without_a_system_role_the_first_message_describes_tools():
 
 def test_a_template_that_writes_calls_and_shows_no_tools_gets_only_the_description():
     form = ToolFormat("json", "<call>", "<args>", "</call>")
-    text = rendered(TURNS.replace("{% endfor %}", "{{ m.tool_calls | length if m.tool_calls else '' }}{% endfor %}"), form)
-    assert "<call><function-name><args><args-json-object></call>" in text and "[assistant]Well.2[tool]sun[tool]rain" in text
+    text = rendered(
+        TURNS.replace("{% endfor %}", "{% for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %}{% endfor %}"), form
+    )
+    assert (
+        "<call><function-name><args><args-json-object></call>" in text
+        and "[assistant]Well.<weather><weather>[tool]sun[tool]rain" in text
+    )
 
 
-@pytest.mark.parametrize("calls", [5, [{}], [{"function": {"name": "f"}}], ["x"]])
+@pytest.mark.parametrize("calls", [5, [{}], [{"function": {"arguments": "{}"}}], [{"function": {"name": 5}}], ["x"]])
 def test_calls_that_are_not_in_openais_format_are_rejected(calls):
     with pytest.raises(PipelineError, match="not in OpenAI's format"):
         rendered(TURNS, messages=[{"role": "assistant", "content": "", "tool_calls": calls}])

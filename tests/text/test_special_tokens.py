@@ -194,7 +194,7 @@ def test_rejects_messages_nested_too_deep(texts):
     for _ in range(2000):
         deep = [deep]
     with pytest.raises(PipelineError, match="nest too deep"):
-        texts["llama"][0].encode_chat([{"role": "user", "content": "a", "tool_calls": deep}])
+        texts["llama"][0].encode_chat([{"role": "user", "content": "a", "name": deep}])
 
 
 def test_marks_in_an_assistants_message_are_special_tokens():
