@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from os.path import commonprefix
 from pathlib import Path
+from random import Random
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -12,8 +14,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import render
 from castiron.pipelines.text.derive_tool_format import tool_format_of
+from castiron.pipelines.text.history import text_of
 from castiron.pipelines.text.tool_calls import Tools, read_calls
 from tests.models.checkpoints import fetch
+from tests.support.histories import PARAMETERS as ODD_PARAMETERS
+from tests.support.histories import Histories, api_of, prompt_of, tokenizer_of
 
 CITY = {"type": "string", "description": 'the <city>: Zürich & "more"'}
 PARAMETERS = {"type": "object", "properties": {"city": CITY, "days": {"enum": [1, 2]}}, "required": ["city"]}
@@ -111,3 +116,76 @@ def test_templates_render_as_in_transformers(name):
             assert render(template, messages, special_tokens=SPECIAL, **variables) == expected, file
     # Some templates need a system message, arguments as text, or text instead of parts.
     assert len(rejected) <= (26 if name == "parts" else 7), rejected
+
+
+# It reads the variable `functions`, without which transformers cannot render it either.
+UNUSABLE = "firefunction"
+# Their text before the last user's message depends on that message: tools or a default text are put before it, or the
+# names of functions called so far into the first message.
+MOVING = ("Mistral-Nemo", "Mistral-Small", "Apriel-1.5", "muse-glimmer")
+# They write the turns after the last user's message in another way, even without reasoning.
+LAST_TURNS = ("StepFun", "Qwen3.5", "gpt-oss")
+HISTORIES = 40
+
+
+def usable() -> dict[str, str]:
+    return {name: template for name, template in templates().items() if UNUSABLE not in name}
+
+
+def test_every_text_of_an_odd_history_is_in_the_prompt():
+    """No template rejects a history, and none loses the content, calls or results in it."""
+    for name, template in usable().items():
+        api = api_of(template)
+        for seed in range(HISTORIES):
+            history = Histories(Random(seed))
+            body = {"messages": history.messages(seed % 7), "tools": history.tools()}
+            prompt = prompt_of(api, body)
+            assert not [text for text in history.texts if text not in prompt], (name, seed)
+
+
+def test_histories_that_transformers_renders_completely_are_rendered_as_there():
+    same = 0
+    for name, template in usable().items():
+        tokenizer = tokenizer_of(template)
+        for seed in range(HISTORIES):
+            history = Histories(Random(seed), is_odd=False)
+            messages, tools = history.messages(seed % 5), history.tools(ODD_PARAMETERS[:1])
+            given = {"tools": tools, "chat_template": template, "add_generation_prompt": True, **SPECIAL}
+            try:
+                (expected,), _ = render_jinja_template([messages], **given)
+            except Exception:
+                continue
+            if all(text in expected for text in history.texts) and (not tools or "look" in expected.partition("text1.")[0]):
+                assert tokenizer.render_chat(messages, tools=tools) == expected, (name, seed)
+                same += 1
+    assert same > 0.6 * 69 * HISTORIES
+
+
+@pytest.mark.parametrize("reasons", [False, True])
+def test_a_turn_leaves_the_prompt_before_it_as_it_is(reasons):
+    """A turn never lowers the number of cached characters, and all up to the last question stay cached.
+
+    The first does not hold for templates that leave out the reasoning of answers before the last question.
+    """
+    for name, template in usable().items():
+        if any(part in name for part in MOVING):
+            continue
+        api = api_of(template)
+        for seed in range(HISTORIES // 2):
+            history = Histories(Random(seed), is_odd=False)
+            messages, tools = history.messages(0), history.tools(ODD_PARAMETERS)
+            history.is_odd = True
+            before, cached, asked = "", 0, 0
+            for _ in range(6):
+                prompt = prompt_of(api, {"messages": messages, "tools": tools})
+                now = len(commonprefix([prompt, before]))
+                assert now >= asked, (name, seed, before, prompt)
+                assert now >= cached or reasons or any(part in name for part in LAST_TURNS), (name, seed, before, prompt)
+                questions = [
+                    text for message in messages if message["role"] == "user" and (text := text_of(message["content"]))
+                ]
+                before, cached, asked = prompt, now, prompt.rfind(questions[-1]) + len(questions[-1])
+                turn = history.agent_turn()
+                if not reasons:
+                    turn = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in turn]
+                messages = messages + turn
