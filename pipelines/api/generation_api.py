@@ -16,6 +16,7 @@ from castiron.pipelines.api.chat_records import FreeformTool
 from castiron.pipelines.api.model_api import Limits, ModelApi, default_sampling, run_in_thread
 from castiron.pipelines.api.replies import ChatReply, ChoicesReply, CompletionReply, Echo, Reply
 from castiron.pipelines.api.request_body import log_ignored
+from castiron.pipelines.api.samplers import with_samplers
 from castiron.pipelines.api.schemas import ChatRequest, CompletionFields, CompletionRequest, Effort, StreamOptions
 from castiron.pipelines.engine.chooser import TokenFilter
 from castiron.pipelines.engine.request import free_positions
@@ -62,8 +63,6 @@ class GenerationApi(ModelApi):
         """
         called = callable_tools(body, self.tokenizer.tool_format)
         prompt = await self._prompt(body, called, continue_last or bool(body.continue_final_message))
-        if body.limit == 0:
-            raise invalid("max_tokens", "max_tokens is 0; give at least 1, or -1 for no limit")
         if called and body.reasoning_budget is not None and called.tools.form.style == "harmony":
             raise invalid(
                 "thinking_token_budget",
@@ -109,10 +108,8 @@ class GenerationApi(ModelApi):
         fim = await self.fim("suffix") if body.suffix else None
         limit = COMPLETION_TOKENS if body.limit is None else body.limit
         prompts = [await self._prompt_ids(part, body, fim) for part in parts]
-        if body.best_of not in (None, body.n or 1):
+        if body.best_of and body.best_of != (body.n or 1):
             raise unsupported("best_of", "a value other than n is not supported; leave it out")
-        if limit == 0 and not body.echo:
-            raise invalid("max_tokens", "max_tokens is 0, which needs echo to be true; set it, or give at least 1")
         if fim and body.echo:
             raise invalid("echo", "echo is not supported with suffix; leave one of them out")
         is_scored = body.echo and (body.logprobs is not None or limit == 0)
@@ -203,6 +200,10 @@ class GenerationApi(ModelApi):
             raise unsupported(name, f"unknown variable: {error}") from None
         if (thinking := body.thinking and body.thinking.type) and thinking != "adaptive":
             given = dict.fromkeys(SWITCHES & self.variables, thinking == "enabled") | given
+        if "verbosity" in self.variables and body.verbosity:
+            given = {"verbosity": body.verbosity} | given
+        elif body.verbosity not in (None, "medium"):
+            self._no_effect("verbosity", "this model's chat template has no verbosity")
         effort, name = body.reasoning_effort, "reasoning_effort"
         if effort is None:
             return given
@@ -213,10 +214,13 @@ class GenerationApi(ModelApi):
             return dict.fromkeys(switches, effort != "none") | given
         # Medium is OpenAI's default, and none is what a model without reasoning does.
         if effort not in ("none", "medium"):
-            if self.limits.strict_requests:
-                raise unsupported(name, "this model's chat template has no reasoning effort; leave it out")
-            log_ignored([name])
+            self._no_effect(name, "this model's chat template has no reasoning effort")
         return given
+
+    def _no_effect(self, name: str, reason: str) -> None:
+        if self.limits.strict_requests:
+            raise unsupported(name, f"{reason}; leave it out")
+        log_ignored([name])
 
     @cached_property
     def _efforts(self) -> list[str]:
@@ -347,21 +351,20 @@ class GenerationApi(ModelApi):
 
         `choice`: index of the choice. If the request has a seed, it is added to that seed.
         """
-        names = ("temperature", "temperature_schedule", "top_p", "min_p", "repeat_penalty")
-        options = [("repeat_penalty", body.repetition_penalty), *((name, getattr(body, name)) for name in names)]
-        given = {name: value for name, value in options if value is not None}
-        if body.repetition_penalty is not None:
-            # HF's and vLLM's name; their penalty counts all tokens.
-            given["repeat_last_n"] = -1
+        names = ("temperature", "temperature_schedule", "top_p", "min_p", "repeat_penalty", "repeat_last_n")
+        # HF's and vLLM's name; their penalty counts all tokens.
+        vllm = {"repeat_penalty": body.repetition_penalty, "repeat_last_n": -1} if body.repetition_penalty is not None else {}
+        given = vllm | {name: value for name in names if (value := getattr(body, name)) is not None}
         if body.top_k is not None:
             given["top_k"] = max(body.top_k, 0)
-        return self.sampling.with_options(
+        found = self.sampling.with_options(
             **given,
             # Each choice has its own seed, so that choices differ and each is reproducible.
             # As in vLLM and llama.cpp, -1 means a random seed.
             seed=None if body.seed in (None, -1) else (body.seed + choice) % 2**64,
             frequency_penalty=body.frequency_penalty or 0.0, presence_penalty=body.presence_penalty or 0.0,
         )  # fmt: skip
+        return found if body.samplers is None else with_samplers(found, body.samplers)
 
 
 def _given_limit(body: CompletionFields) -> int | None:

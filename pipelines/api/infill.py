@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from castiron.pipelines.api.generation_api import GenerationApi
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
@@ -48,13 +48,13 @@ class InfillRequest(CompletionFields):
     prompt: str = ""
     # -1 means no limit. 0 only reads the prompt, so that a later request finds it in the cache.
     n_predict: int = -1
-    temperature: float | None = Field(0.0, ge=0, le=2)
+    temperature: float | None = Field(0.0, ge=0)
     repeat_penalty: float | None = Field(1.0, ge=0.01, le=100)
     n_indent: int = Field(0, ge=0)
     t_max_predict_ms: int = 0
     response_fields: list[str] | None = None
     n: Annotated[int | None, Unsupported(1)] = None
-    samplers: Any = None
+    samplers: Annotated[None, BeforeValidator(lambda _: None)] = None
 
 
 class InfillReply(ChoicesReply):
@@ -77,11 +77,9 @@ class InfillReply(ChoicesReply):
         return [self._selected(found) if end else found]
 
     def delta(self, index: int, delta: Delta, end: Finished | None = None) -> dict:
-        request, is_read_only = self.requests[0], self.body.n_predict == 0
-        tokens = 0 if is_read_only else len(request.tokens)
+        request, tokens = self.requests[0], len(self.requests[0].tokens)
         found: dict[str, Any] = {
-            "index": index, "content": "" if is_read_only else delta.text,
-            "tokens": [] if is_read_only else [token.id for token in delta.tokens], "stop": end is not None,
+            "index": index, "content": delta.text, "tokens": [token.id for token in delta.tokens], "stop": end is not None,
             "tokens_predicted": tokens, "tokens_evaluated": len(request.prompt),
         }  # fmt: skip
         if not end:
@@ -140,9 +138,8 @@ async def start_infill(api: ModelApi, body: InfillRequest) -> Any:
     prefix = body.input_prefix + body.prompt
     api.check_length(len(prefix) + len(body.input_suffix) + sum(len(text) for _, text in files), "input_prefix")
     prompt = await run_in_thread(fim.prompt, prefix, body.input_suffix, files, api.context - reserve + 1)
-    stops = (body.stop,) if isinstance(body.stop, str) else body.stop or ()
     reply = InfillReply(api.names[0], api.token_bytes, body)
     return await api.start_job(
-        body, [prompt], "input_prefix", reply, None, max_tokens=None if limit is None else max(limit, 1),
-        stop_tokens=fim.ends, stop_strings=LineStops(stops, body.n_indent, max(body.t_max_predict_ms, 0) / 1e3 or None),
+        body, [prompt], "input_prefix", reply, None, max_tokens=limit, stop_tokens=fim.ends,
+        stop_strings=LineStops(body.stop or (), body.n_indent, max(body.t_max_predict_ms, 0) / 1e3 or None),
     )  # fmt: skip

@@ -159,8 +159,9 @@ class CountTokensRequest(Body):
 class MessagesRequest(CountTokensRequest, GenerationFields):
     """The body of POST /v1/messages."""
 
-    max_tokens: int = Field(ge=1)
-    stop_sequences: Annotated[list[schemas.StopString], Field(max_length=16)] | None = None
+    # 0 only reads the prompt, so that a later request finds it in the cache.
+    max_tokens: int = Field(ge=0)
+    stop_sequences: schemas.Stops | None = None
     metadata: Metadata | None = None
     container: Annotated[Any, Unsupported()] = None
 

@@ -18,7 +18,6 @@ from castiron.pipelines.api.generation_api import SWITCHES, GenerationApi
 from castiron.pipelines.api.model_api import Limits, ModelApi, default_sampling, run_in_thread
 from castiron.pipelines.api.request_body import Body, Unsupported, fields_renamed, parse_record
 from castiron.pipelines.api.schemas import ChatRequest, EmbeddingsRequest, Objects, TokenId
-from castiron.pipelines.engine.sampling import REPEAT_WINDOW
 from castiron.pipelines.text.chat_template import variables_of
 from castiron.pipelines.text.reasoning import marks_of
 from castiron.vmfb.manifest import WEIGHTS, Manifest
@@ -36,10 +35,11 @@ FOREVER = timedelta(days=100 * 365)
 TAG = ":latest"
 # Options that are chat fields of the same name.
 OPTIONS = (
-    "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty", "stop", "seed",
+    "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty", "stop",
+    "seed",
 )  # fmt: skip
 # The only supported values of options that would change the answer.
-FIXED_OPTIONS = {"repeat_last_n": REPEAT_WINDOW, "mirostat": 0, "typical_p": 1, "tfs_z": 1}
+FIXED_OPTIONS = {"mirostat": 0, "typical_p": 1, "tfs_z": 1}
 # Names of this API's fields, by the chat fields that they are converted to.
 FIELDS = {
     "response_format": "format", "reasoning_effort": "think", "max_tokens": "options.num_predict",

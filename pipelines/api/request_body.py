@@ -22,7 +22,8 @@ MAX_UNKNOWN = 100
 class Unsupported:
     """A Pydantic annotation of a request field that this server does not support.
 
-    Requests may set the field only to null or to one of `values`, which do not change the answer.
+    Requests may set the field only to null or to one of `values`, which do not change the answer. A
+    function among them returns whether it accepts a value.
     """
 
     def __init__(self, *values: Any, code: str = "unsupported_parameter"):
@@ -30,7 +31,8 @@ class Unsupported:
 
     def _check(self, value: Any) -> Any:
         # 1 and 1.0 are the same number in JSON, but 0 and False differ.
-        if any(value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in self.values):
+        is_same = lambda other: value == other and isinstance(value, bool) == isinstance(other, bool)
+        if any(allowed(value) if callable(allowed) else is_same(allowed) for allowed in self.values):
             return value
         raise PydanticCustomError(self.code, "this field is not supported by this server; leave it out")
 
@@ -38,7 +40,7 @@ class Unsupported:
         return core_schema.no_info_before_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, *_: Any) -> dict[str, Any]:
-        return {"enum": [None, *self.values]}
+        return {} if any(map(callable, self.values)) else {"enum": [None, *self.values]}
 
 
 class ByType:
@@ -64,7 +66,7 @@ class ByType:
 
 
 class Body(BaseModel):
-    """Base class of JSON objects in requests. A field that is null counts as left out.
+    """Base class of JSON objects in requests. A field that is null counts as left out; 1.0 is an integer.
 
     An unknown field is an error if Pydantic's validation context is None. If the context is a set,
     unknown fields are ignored, and their names are added to the set.
@@ -87,10 +89,12 @@ class Body(BaseModel):
         """
         if not isinstance(value, dict):
             return value
-        known = cls._names()
-        if known.issuperset(value) and None not in value.values():
+        known, integers = cls._names(), cls._integers()
+        # JSON schema's integers include 1.0.
+        whole = {name for name in integers & value.keys() if isinstance(value[name], float) and value[name].is_integer()}
+        if known.issuperset(value) and None not in value.values() and not whole:
             return value
-        given = {name: each for name, each in value.items() if each is not None}
+        given = {name: int(each) if name in whole else each for name, each in value.items() if each is not None}
         unknown = [name for name in given if name not in known]
         reported = unknown[:1]
         if info.context is not None and cls.model_config["extra"] == "forbid":
@@ -110,6 +114,13 @@ class Body(BaseModel):
     def _names(cls) -> frozenset[str]:
         return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
+    @classmethod
+    @cache
+    def _integers(cls) -> frozenset[str]:
+        """The names of the fields that are integers."""
+        fields = cls.model_fields.items()
+        return frozenset(name for name, field in fields if int in (field.annotation, *get_args(field.annotation)))
+
 
 Model = TypeVar("Model", bound=Body)
 # Max strings, lists and objects of a body: each takes a microsecond to parse, and delays other requests.
@@ -127,7 +138,7 @@ _logged: set[str] = set()
 MAX_LOGGED = 1000
 # Descriptions of the values of fields that accept more than one type, for error messages.
 EXPECTED = {
-    "stop": "a string of 1 to 256 characters or a list of at most 16 such strings",
+    "stop": "a string of at most 256 characters or a list of at most 16 such strings",
     "prompt": "a string, a list of token ids, or a list of 1 to 128 of either; lists of token ids are not empty",
     "input": "a string, a list of token ids, or a list of 1 to 2048 of either; lists of token ids are not empty",
     "documents": "a list of 1 to 2048 strings or objects with a text",

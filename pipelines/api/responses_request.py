@@ -17,7 +17,7 @@ from castiron.pipelines.api.schemas import ChatRequest, GenerationFields
 # Names of this API's fields, by the chat fields that they are converted to.
 FIELDS = {
     "messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens",
-    "reasoning_effort": "reasoning.effort",
+    "reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity",
 }  # fmt: skip
 LOGPROBS = "message.output_text.logprobs"
 
@@ -145,7 +145,7 @@ class TextFormat(schemas.JsonSchema):
 
 class TextOptions(Body):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: schemas.Verbosity | None = None
 
 
 class Reasoning(Body):
@@ -165,7 +165,6 @@ class InputTokensRequest(Body):
         "input": "a string or a list of items",
         "output": "a string or a list of parts of type input_text",
         "tool_choice": 'none, auto, required, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}',
-        "verbosity": "medium if it is given",
     }
 
     model: str | None = None
@@ -210,7 +209,7 @@ class ResponsesRequest(InputTokensRequest, GenerationFields):
     ]], Field(fail_fast=True)] | None = None  # fmt: skip
     top_logprobs: int | None = Field(None, ge=0, le=20)
     # Ignored, because it limits tools that the server runs, and this server runs no tools.
-    max_tool_calls: int | None = Field(None, ge=1)
+    max_tool_calls: int | None = Field(None, ge=0)
     # Ignored labels of the request or the customer.
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -287,6 +286,8 @@ def chat_request(body: InputTokensRequest, before: Sequence[Message], messages: 
     given |= _chosen_tools(body) | {"parallel_tool_calls": body.parallel_tool_calls}
     if body.reasoning:
         given["reasoning_effort"] = body.reasoning.effort
+    if body.text:
+        given["verbosity"] = body.text.verbosity
     if body.text and (form := body.text.format):
         given["response_format"] = {"type": form.type}
         if form.type == "json_schema":

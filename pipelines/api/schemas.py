@@ -22,26 +22,25 @@ from castiron.pipelines.api.chat_records import (
 from castiron.pipelines.api.request_body import Body, ByType, Unsupported
 from castiron.pipelines.engine.sampling import SCHEDULE
 
-# llama.cpp's default sequences of samplers; castiron's sampler has the same order.
-SAMPLERS = (
-    ["dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
-    ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
-)
+
+
+
+def is_negative(value: Any) -> bool:
+    return isinstance(value, int | float) and value < 0
 
 
 # Unsupported fields of vLLM and llama.cpp: (accepted values, which change nothing; names).
 UNSUPPORTED: tuple[tuple[tuple[Any, ...], str], ...] = (
-    ((), "repetition_detection guided_whitespace_pattern"),
+    ((), "repetition_detection guided_whitespace_pattern logits_processors"),
     ((False,), "include_stop_str_in_output return_prompt_text return_tokens_as_token_ids use_beam_search watermarking"),
     ((False,), "post_sampling_probs return_tokens"),
     ((True,), "skip_special_tokens spaces_between_special_tokens"),
     ((0,), "dry_multiplier dynatemp_range min_keep mirostat n_probs xtc_probability"),
     ((1,), "length_penalty n_cmpl typical_p typ_p"),
-    ((-1, 0), "top_n_sigma"),
-    ((64,), "repeat_last_n"),
+    ((is_negative, 0), "top_n_sigma"),
+    ((is_negative,), "adaptive_target"),
     (([],), "logprob_token_ids lora"),
     (({},), "vllm_xargs"),
-    (SAMPLERS, "samplers"),
 )
 # The same for fields of chat completions, also OpenAI's.
 UNSUPPORTED_IN_CHAT: tuple[tuple[tuple[Any, ...], str], ...] = (
@@ -50,7 +49,6 @@ UNSUPPORTED_IN_CHAT: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((True,), "parse_tool_calls"),
     (([],), "documents"),
     ((["text"],), "modalities"),
-    (("medium",), "verbosity"),
     (("auto", "deepseek"), "reasoning_format"),
 )
 
@@ -64,7 +62,15 @@ UnsupportedFields = _record("UnsupportedFields", UNSUPPORTED)
 UnsupportedChatFields = _record("UnsupportedChatFields", UNSUPPORTED_IN_CHAT)
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-Stops = StopString | Annotated[list[StopString], Field(max_length=16)]
+
+
+def _stops(value: Any) -> Any:
+    """Convert the field `stop` to a list without empty strings, which stop nothing, as in llama.cpp."""
+    strings = [value] if isinstance(value, str) else value
+    return [each for each in strings if each != ""] if isinstance(strings, list) else value
+
+
+Stops = Annotated[list[StopString], Field(max_length=16), BeforeValidator(_stops, json_schema_input_type=str | list[str])]
 TokenId = Annotated[int, Field(ge=0)]
 # fail_fast: validation of a list stops at the first wrong value, because a million errors would take seconds.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -85,6 +91,7 @@ Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fa
 ChosenTool = Annotated[NamedTool | NamedFreeform | AllowedTools, ByType()]
 # OpenAI's efforts, and vLLM's max.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 # Biases by token id, or by a text, which stands for its tokens.
 Biases = Annotated[dict[TokenId | StopString, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)]
 # Max absolute priority: vLLM allows any integer, but JSON parsers are exact only in this range.
@@ -160,9 +167,11 @@ class GenerationFields(Body):
     model: str | None = None
     stream: bool | None = None
     seed: int | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
+    # OpenAI's max is 2; vLLM, llama.cpp and Ollama have none.
+    temperature: float | None = Field(None, ge=0)
     temperature_schedule: str | None = Field(None, pattern=f"^{SCHEDULE}$")
-    top_p: float | None = Field(None, gt=0, le=1)
+    # 0 leaves one token.
+    top_p: float | None = Field(None, ge=0, le=1)
     # 0, and vLLM's -1, mean no limit.
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -203,6 +212,10 @@ class CompletionFields(GenerationFields, UnsupportedFields):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     # vLLM's fields for the tokens that an answer may have.
     allowed_token_ids: TokenIds | None = None
+    # llama.cpp's and Ollama's field: how many last tokens repeat_penalty counts; -1 means all.
+    repeat_last_n: int | None = Field(None, ge=-1)
+    # llama.cpp's field: the order of the samplers, by name or as one letter each.
+    samplers: Annotated[list[str], Field(max_length=64, fail_fast=True)] | str | None = None
     bad_words: Annotated[list[StopString], Field(max_length=1024, fail_fast=True)] | None = None
     # vLLM's fields for the prompt: how many of its tokens are used (-1 for as many as fit in the
     # context), where others are removed, and for how many tokens at each position the answer has
@@ -257,6 +270,7 @@ class ChatRequest(CompletionFields, UnsupportedChatFields):
     # vLLM's and llama.cpp's field: variables of the chat template.
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
     thinking: ChatThinking | None = None
     # vLLM's field: whether the answer has the reasoning.
     include_reasoning: bool | None = None
@@ -290,7 +304,8 @@ class CompletionRequest(CompletionFields):
     echo: bool | None = None
     # OpenAI's max is 5.
     logprobs: int | None = Field(None, ge=0, le=20)
-    best_of: int | None = Field(None, ge=1)
+    # 0 counts as left out.
+    best_of: int | None = Field(None, ge=0)
     suffix: str | None = None
     # vLLM's field: whether a text gets special tokens such as BOS.
     add_special_tokens: bool | None = None

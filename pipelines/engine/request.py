@@ -175,7 +175,8 @@ class Request:
         Args:
             prompt: token ids.
             context: max tokens of prompt and answer together.
-            max_tokens: max tokens of the answer; None for no limit but the context.
+            max_tokens: max tokens of the answer; None for no limit but the context. 0 only reads
+                the prompt, so that its states are in the prefix cache.
             sampling: sampling options, or a Sampler that continues its sequence of random numbers.
             stop_tokens: tokens that end the answer; None for the end tokens of the model.
             constraint: limits the next token, for example to those that a grammar allows.
@@ -183,7 +184,7 @@ class Request:
             top_logprobs: number of most probable tokens to report for each token of the answer;
                 None for no log-probabilities, not even those of the answer's tokens.
             prompt_logprobs: number of most probable tokens to store in `scores` for each token of
-                the prompt. If given, max_tokens may be 0, and the events report the stop token.
+                the prompt. If given, the events report the stop token.
             output: converts tokens to events; by default a TokenOutput.
             client: name of the client; clients get equal shares of the slots.
             cache_salt: the prompt reuses only KV caches of requests with the same salt.
@@ -193,7 +194,6 @@ class Request:
         Raises:
             PipelineError: the prompt is empty or longer than the context, or max_tokens is too low.
         """
-        scored = prompt_logprobs is not None
         free = free_positions(context, len(prompt))
         if not len(prompt):
             raise PipelineError("the prompt has no tokens; give at least one")
@@ -202,8 +202,8 @@ class Request:
                 f"the prompt has {len(prompt)} tokens and the bundle's context is {context}; shorten the prompt, or give a "
                 "larger --context"
             )
-        if max_tokens is not None and max_tokens < (0 if scored else 1):
-            raise PipelineError(f"max_tokens is {max_tokens}; give at least 1")
+        if max_tokens is not None and max_tokens < 0:
+            raise PipelineError(f"max_tokens is {max_tokens}; give at least 0")
         is_short = max_tokens is not None and max_tokens <= free
         self.limit, self.limit_reason = (max_tokens, "length") if is_short else (free, "context")
         self.prompt = np.asarray(prompt)

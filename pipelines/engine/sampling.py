@@ -31,6 +31,8 @@ NEAR, NEAR_DRAWN = 1e-4, 2e-5
 # Sampling fields of a generation_config.json, which are also fields of `Sampling`.
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 _PENALTY = ("repeat_penalty", "repeat_last_n")
+# llama.cpp's order of the samplers.
+SAMPLERS = ("top_k", "top_p", "min_p", "temperature")
 # A temperature_schedule: its shape, the temperature at its end, and its length in tokens.
 SCHEDULE = r"(constant|linear|cosine):([0-9]+|[0-9]*[.][0-9]+):([1-9][0-9]{0,8})"
 # By type of a field: the class that values must have, and what to call it in an error message.
@@ -46,7 +48,7 @@ class Sampling:
 
     temperature: 0 means greedy decoding.
     top_k, top_p, min_p, repeat_penalty: as in llama.cpp. The values top_k=0, top_p=1, min_p=0 and
-        repeat_penalty=1 have no effect.
+        repeat_penalty=1 have no effect; top_p=0 leaves one token.
     repeat_last_n: number of last tokens of prompt and answer to which the repeat penalty applies;
         -1 for all, as in HF's generate.
     seed: generations with equal seeds have equal tokens; without a seed each generation differs.
@@ -54,6 +56,7 @@ class Sampling:
         ids to numbers that are added to the logits.
     temperature_schedule: "linear:0.2:100" or "cosine:0.2:100" changes the temperature to 0.2 over
         the first 100 tokens; "constant:0.2:100" does not change it.
+    samplers: the order in which temperature and cuts apply; a cut that is not listed has no effect.
     """
 
     temperature: float = 0.0
@@ -67,6 +70,7 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     temperature_schedule: str | None = None
     repeat_last_n: int = REPEAT_WINDOW
+    samplers: tuple[str, ...] = SAMPLERS
 
     def __post_init__(self):
         for each in fields(self):
@@ -76,7 +80,7 @@ class Sampling:
         for name, is_valid, valid in (
             ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
             ("top_k", self.top_k >= 0, "0 or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_p", 0 <= self.top_p <= 1, "between 0 and 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("repeat_penalty", 0.01 <= self.repeat_penalty <= 100, "between 0.01 and 100"),
             ("repeat_last_n", self.repeat_last_n >= -1, "-1 or more"),
@@ -89,6 +93,8 @@ class Sampling:
             ),
             ("seed", self.seed is None or self.seed >= 0, "0 or more"),
             ("temperature_schedule", not self.temperature_schedule or bool(self.schedule), "SHAPE:T:N, as linear:0.2:100"),
+            ("samplers", self.samplers.count("temperature") == 1 and {*self.samplers} <= {*SAMPLERS},
+             "one temperature, and any of top_k, top_p and min_p"),
         ):
             if not is_valid:
                 raise PipelineError(f"{name.replace('_', '-')} is {getattr(self, name)}; it must be {valid}")
@@ -124,6 +130,13 @@ class Sampling:
         if self.repeat_penalty == 1 or not self.repeat_last_n:
             return []
         return [*dict.fromkeys(history)] if self.repeat_last_n < 0 else history[-self.repeat_last_n :]
+
+    @cached_property
+    def cuts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The samplers that remove tokens, before and after the temperature, in their order."""
+        usual, middle = Sampling(), self.samplers.index("temperature")
+        active = lambda names: tuple(name for name in names if getattr(self, name) != getattr(usual, name))
+        return active(self.samplers[:middle]), active(self.samplers[middle + 1 :])
 
     @cached_property
     def biases(self) -> tuple[np.ndarray, np.ndarray]:
@@ -226,8 +239,8 @@ class Sampler:
         """Choose the next token; return (token, whether it is safe from rounding errors).
 
         The options are applied in this order: OpenAI's penalties and biases, then, as in llama.cpp,
-        repeat penalty, top-k, top-p, min-p and temperature. Of tokens with equal logits, the lowest
-        id is chosen.
+        the repeat penalty and `Sampling.samplers`. Of tokens with equal logits, the lowest id is
+        chosen.
 
         Args:
             logits: f32 [vocab].
@@ -243,13 +256,16 @@ class Sampler:
         temperature = sampling.temperature_at(sum(counts.values())) if sampling.schedule else sampling.temperature
         if not temperature:
             return int(logits.argmax()), not check or lead(logits) >= NEAR
-        if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
-            # Nothing is cut, so nothing needs to be sorted.
-            return _draw(weights(logits, temperature), self.number)
-        order, probability = candidates(logits, sampling)
-        # The temperature applies to the tokens that top-k, top-p and min-p have left.
-        index, certain = _draw(weights(np.log(probability), temperature), self.number)
-        return int(order[index]), certain
+        order: np.ndarray | None = None
+        before, after = sampling.cuts
+        if before:
+            order, probability = candidates(logits, sampling, before)
+            logits = np.log(probability)
+        if after:
+            left, probability = candidates(logits / _bounded(temperature), sampling, after)
+            order, logits, temperature = left if order is None else order[left], np.log(probability), 1.0
+        index, certain = _draw(weights(logits, temperature), self.number)
+        return index if order is None else int(order[index]), certain
 
     def used(self) -> None:
         """Draw the random number for the next token; call this after a token has been chosen."""
@@ -304,10 +320,14 @@ def weights(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
     """Return exp(logits / temperature), f32 [n], scaled so that the largest value is 1."""
     # NumPy computes exp of f32 many times as fast as of f64.
     weight = (logits - logits.max()).astype(np.float32, copy=False)
-    # Beyond these limits, the f32 weights of all tokens but one are zero, or all weights are equal.
     if temperature != 1:
-        weight /= np.float32(min(max(temperature, 1e-5), 1e9))
+        weight /= np.float32(_bounded(temperature))
     return np.exp(weight, out=weight)
+
+
+def _bounded(temperature: float) -> float:
+    # Beyond these limits, the f32 weights of all tokens but one are zero, or all weights are equal.
+    return min(max(temperature, 1e-5), 1e9)
 
 
 def shifted(logits: np.ndarray, sampling: Sampling, counts: Mapping[int, int]) -> np.ndarray:
@@ -336,36 +356,41 @@ def penalise(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.nd
     return logits
 
 
-def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids and probabilities of the tokens that remain after top-k, top-p and min-p.
+def candidates(logits: np.ndarray, sampling: Sampling, cuts: Sequence[str] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids and probabilities of the tokens that remain after cuts such as "top_k".
 
-    logits: [vocab]. Both results have the most probable token first; probabilities are f64.
+    logits: [vocab]. cuts: by default those before the temperature. Both results have the most
+    probable token first; probabilities are f64.
     """
+    cuts = sampling.cuts[0] if cuts is None else cuts
+    cuts = [name for name in cuts if name != "top_k" or sampling.top_k < len(logits)]
     weight = weights(logits)
     # Sorting a complete vocabulary takes longer than a decode step, so first remove the tokens that
-    # top-k, top-p or min-p are certain to remove.
-    if 0 < sampling.top_k < len(logits):
+    # the first cut is certain to remove.
+    if cuts[:1] == ["top_k"]:
         possible = logits >= np.partition(logits, -sampling.top_k)[-sampling.top_k]
     else:
         # Top-p removes all tokens with a weight below `outside`: a full vocabulary of such tokens
         # would have less probability than top-p removes. The factor 0.999 keeps tokens near the
         # limit, for which the exact computation below decides.
-        outside = (1 - sampling.top_p) * weight.sum(dtype=np.float64) / len(weight)
-        possible = weight >= 0.999 * max(sampling.min_p, outside)
+        outside = (1 - sampling.top_p) * weight.sum(dtype=np.float64) / len(weight) if cuts[:1] == ["top_p"] else 0.0
+        possible = weight >= 0.999 * max(sampling.min_p if "min_p" in cuts else 0.0, outside)
     ids = np.flatnonzero(possible)
     order = ids[np.argsort(-logits[ids], kind="stable")]
     total = weight.sum(dtype=np.float64)
     exact = np.exp(logits[order].astype(np.float64) - float(logits.max()))
-    if 0 < sampling.top_k < len(logits):
-        order, exact = order[: sampling.top_k], exact[: sampling.top_k]
+    for name in cuts:
+        if name == "top_k":
+            keep = sampling.top_k
+        elif name == "top_p":
+            keep = int((exact / total).cumsum().searchsorted(sampling.top_p)) + 1
+        else:
+            keep = int(np.count_nonzero(exact >= sampling.min_p * exact[0]))
+        exact = exact[:keep]
         total = exact.sum()
     probability = exact / total
     # Leave out probabilities that underflowed to 0, because the sampler takes the logarithm.
     keep = int(np.count_nonzero(probability))
-    if sampling.top_p < 1:
-        keep = min(keep, int(probability.cumsum().searchsorted(sampling.top_p)) + 1)
-    if sampling.min_p > 0:
-        keep = min(keep, int(np.count_nonzero(probability >= sampling.min_p * probability[0])))
     return order[:keep], probability[:keep]
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from castiron.pipelines.engine.sampling import REPEAT_WINDOW, Sampler, Sampling, _draw, candidates, penalise
+from castiron.pipelines.engine import sampling
+from castiron.pipelines.engine.sampling import REPEAT_WINDOW, SAMPLERS, Sampler, Sampling, _draw, candidates, penalise
 from castiron.pipelines.errors import PipelineError
 from tests.engine.test_scheduler import VOCAB, logits_after
 from tests.engine.test_scheduler import single_past_eos as greedy
@@ -131,6 +134,38 @@ def test_the_temperature_applies_after_the_cuts():
     assert np.abs(shares(logits, temperature=0.5, top_k=2, seed=3) - [0.64, 0.36, 0, 0]).max() < 0.03
 
 
+ORDERS = [order for n in range(5) for order in itertools.permutations(SAMPLERS, n) if "temperature" in order]
+
+
+@given(LOGITS, st.sampled_from(ORDERS), st.integers(0, VOCAB + 5), st.floats(0, 1), st.floats(0, 1), st.floats(0.1, 5))
+@example(np.arange(VOCAB, dtype=np.float32), ("top_p", "temperature"), 0, 0.0, 0.0, 1.0)
+@example(np.arange(VOCAB, dtype=np.float32) / 9, ("top_k", "top_p", "min_p", "temperature"), VOCAB, 0.7, 0.5, 1.0)
+def test_samplers_apply_in_their_order(logits, order, top_k, top_p, min_p, temperature):
+    """Equal to the definition: each sampler sees what the ones before it have left."""
+    expected, border = logits.astype(np.float64), False
+    for name in order:
+        ids = np.argsort(-expected, kind="stable")[: np.isfinite(expected).sum()]
+        p = np.exp(expected[ids] - expected[ids[0]])
+        sums = (p / p.sum()).cumsum()
+        if name == "temperature":
+            expected = expected / temperature
+            continue
+        keep = {"top_k": top_k or VOCAB, "top_p": int((sums < top_p).sum()) + 1, "min_p": int((p >= min_p).sum())}[name]
+        border |= bool(np.isclose(sums, top_p).any() or np.isclose(p, min_p).any())
+        expected[ids[keep:]] = -np.inf
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "_draw", lambda weight, number: (seen.append(weight), (0, True))[1])
+        chosen = Sampling(temperature, top_k, top_p, min_p, seed=0, samplers=order)
+        first, _ = Sampler(chosen).pick(logits, [])
+    left = np.sort(np.exp(expected - expected.max()))[::-1]
+    left = left[left > 0]
+    weight = np.sort(seen[0])[::-1]
+    weight = weight[weight > 0]
+    assert border or len(weight) == len(left) and np.abs(weight - left).max() < 1e-4
+    assert first == int(logits.argmax()) if any(chosen.cuts) else True
+
+
 def test_never_draws_a_token_without_probability():
     weight = np.zeros(600, np.float32)
     weight[300:302] = 1
@@ -189,7 +224,7 @@ def test_the_repeat_penalty_counts_the_last_tokens_of_prompt_and_answer():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.5}, {"min_p": -0.1},
+    [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": -0.1}, {"top_p": 1.5}, {"samplers": ("mirostat",)}, {"min_p": -0.1},
      {"min_p": 2}, {"repeat_penalty": 0}, {"seed": -1}, {"temperature_schedule": "linear:1"}, {"temperature_schedule": "cosine:-1:5"}],
 )  # fmt: skip
 def test_rejects_a_value_out_of_range(wrong):
