@@ -71,6 +71,7 @@ tests/emitter/test_models_spoilt.py
 """
 # Measuring, tuning and calibrating; more families of a kind; slow compilations of `portable`.
 SLOW = """
+tests/api/test_described_fields.py::test_a_server
 tests/emitter/test_kernels_guide.py::test_the_c
 tests/vulkan/test_*.py
 tests/compile/test_gpu_targets.py

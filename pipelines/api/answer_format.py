@@ -49,7 +49,7 @@ def requested_format(body: CompletionFields) -> AnswerFormat | None:
         *_response_format(body.response_format or ResponseFormat(type="text")),
         *_structured(body.structured_outputs or StructuredOutputs(), "structured_outputs."),
         *_structured(guided, "guided_"),
-        *_given("", json_schema=body.json_schema, grammar=body.grammar, regex=body.regex),
+        *_given("", json_schema=body.json_schema, grammar=body.grammar or None, regex=body.regex),
     ]
     if len(found) > 1:
         first, second = found[0].param, found[1].param

@@ -14,6 +14,7 @@ from castiron.pipelines.api.async_engine import AsyncEngine, Job
 from castiron.pipelines.api.byte_limit import CACHE_SALT, CLIENT, answer_limit, reserve_answer
 from castiron.pipelines.api.chat_records import FreeformTool
 from castiron.pipelines.api.model_api import Limits, ModelApi, default_sampling, run_in_thread
+from castiron.pipelines.api.oldest_messages import without_oldest
 from castiron.pipelines.api.replies import ChatReply, ChoicesReply, CompletionReply, Echo, Reply
 from castiron.pipelines.api.request_body import log_ignored
 from castiron.pipelines.api.samplers import with_samplers
@@ -54,15 +55,20 @@ class GenerationApi(ModelApi):
         # waits for all grammars of another.
         self._compiling: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def chat(self, body: ChatRequest, reply: Callable[[], Reply] | None = None, *, continue_last: bool = False) -> Job:
+    async def chat(
+        self, body: ChatRequest, reply: Callable[[], Reply] | None = None, *, continue_last: bool = False,
+        drops_oldest: bool = False,
+    ) -> Job:  # fmt: skip
         """Start a chat completion and return its job.
 
         Args:
             reply: returns the object that builds the answer; None for OpenAI's chat completion.
             continue_last: whether the answer continues the last message.
+            drops_oldest: whether to leave out the oldest messages if the conversation is too long,
+                instead of raising ApiError.
         """
         called = callable_tools(body, self.tokenizer.tool_format)
-        prompt = await self._prompt(body, called, continue_last or bool(body.continue_final_message))
+        prompt = await self._prompt(body, called, continue_last or bool(body.continue_final_message), drops_oldest)
         if called and body.reasoning_budget is not None and called.tools.form.style == "harmony":
             raise invalid(
                 "thinking_token_budget",
@@ -84,11 +90,13 @@ class GenerationApi(ModelApi):
             tools=called and called.tools,
         )  # fmt: skip
 
-    async def count(self, body: ChatRequest, *, continue_last: bool = False) -> int:
+    async def count(self, body: ChatRequest, *, continue_last: bool = False, drops_oldest: bool = False) -> int:
         called = callable_tools(body, self.tokenizer.tool_format)
-        return len(await self._prompt(body, called, continue_last))
+        return len(await self._prompt(body, called, continue_last, drops_oldest))
 
-    async def _prompt(self, body: ChatRequest, called: CallableTools | None, continue_last: bool) -> list[int]:
+    async def _prompt(
+        self, body: ChatRequest, called: CallableTools | None, continue_last: bool, drops_oldest: bool
+    ) -> list[int]:
         variables = await self.template_args(body)
         if called:
             variables["tools"] = [tool.plain() for tool in called.shown]
@@ -99,7 +107,10 @@ class GenerationApi(ModelApi):
                     "add_generation_prompt starts a new answer, but this request continues the last message; leave it out",
                 )
             variables["add_generation_prompt"] = body.add_generation_prompt
-        return self._truncated(body, await self.render(body.messages, variables, continue_last=continue_last))
+        encode = lambda messages: self.render(messages, variables, continue_last=continue_last)
+        if drops_oldest:
+            return await without_oldest(body.messages, encode, self.context, _given_limit(body))
+        return self._truncated(body, await encode(body.messages))
 
     async def complete(self, body: CompletionRequest) -> Job:
         """Start a text completion, with one or more choices for each prompt, and return its job."""
@@ -108,7 +119,7 @@ class GenerationApi(ModelApi):
         fim = await self.fim("suffix") if body.suffix else None
         limit = COMPLETION_TOKENS if body.limit is None else body.limit
         prompts = [await self._prompt_ids(part, body, fim) for part in parts]
-        if body.best_of and body.best_of != (body.n or 1):
+        if body.best_of and body.best_of != body.choices:
             raise unsupported("best_of", "a value other than n is not supported; leave it out")
         if fim and body.echo:
             raise invalid("echo", "echo is not supported with suffix; leave one of them out")
@@ -119,7 +130,7 @@ class GenerationApi(ModelApi):
             return Echo(text, self.tokenizer.offsets(part) if is_scored else ())
 
         echoes = await run_in_thread(lambda: list(map(echo, parts))) if body.echo else [Echo()] * len(parts)
-        each_choice = [echo for echo in echoes for _ in range(body.n or 1)]
+        each_choice = [echo for echo in echoes for _ in range(body.choices)]
         reply = CompletionReply(self.names[0], self.token_bytes, body.logprobs, each_choice)
         grammar = await self.grammar(requested_format(body), bool(body.compact_json))
         return await self.start_job(
@@ -167,6 +178,10 @@ class GenerationApi(ModelApi):
 
     def _truncated(self, body: CompletionFields, prompt: list[int]) -> list[int]:
         count = body.truncate_prompt_tokens
+        if count == 0:
+            raise invalid(
+                "truncate_prompt_tokens", "truncate_prompt_tokens is 0, which leaves no prompt; give at least 1, or -1"
+            )
         if count == -1:
             count = max(0, self.context + 1 - max(1, body.limit or 1))
         if count is None or len(prompt) <= count:
@@ -242,12 +257,12 @@ class GenerationApi(ModelApi):
         """Queue an engine request for every choice and return the job.
 
         Args:
-            prompts: token ids of each prompt; each is answered with body.n choices.
+            prompts: token ids of each prompt; each is answered with body.choices choices.
             param: name of the request's field that has the prompts, for error messages.
             reply: builder of the answer's JSON.
             top: number of top_logprobs of each generated token; None if the request does not ask
                 for log-probabilities.
-            max_tokens: max tokens of a choice; None if only the context limits them.
+            max_tokens: max tokens of a choice; None for the server's limit.
             grammar: grammar that restricts each choice; None for free text.
             prompt_logprobs: the same as `top` for the tokens of the prompts.
             stop_tokens: token ids that end a choice, in addition to the model's own; not used if
@@ -255,6 +270,7 @@ class GenerationApi(ModelApi):
             options: more keyword arguments of `text_request`, which creates each engine request;
                 they override options that `body` sets.
         """
+        max_tokens = self.limits.max_tokens if max_tokens is None else max_tokens
         if isinstance(reply, ChoicesReply):
             stream_options = body.stream_options or StreamOptions()
             reply.include_usage = bool(stream_options.include_usage)
@@ -293,14 +309,13 @@ class GenerationApi(ModelApi):
         try:
             for index, prompt in enumerate(prompts):
                 free = self._free_positions(prompt, None, param)
-                if max_tokens is not None and min_tokens > max_tokens:
+                if min_tokens > max_tokens:
                     raise invalid(
                         "min_tokens",
                         f"min_tokens is {min_tokens}, but the answer has at most {max_tokens} tokens; use a smaller one",
                     )
-                for choice in range(body.n or 1):
-                    longest = free if max_tokens is None else min(max_tokens, free)
-                    reserve_answer(job.share, longest, top, len(prompt), prompt_logprobs, grammar)
+                for choice in range(body.choices):
+                    reserve_answer(job.share, min(max_tokens, free), top, len(prompt), prompt_logprobs, grammar)
                     sampling = replace(self.sampling_of(body, choice), logit_bias=bias)
                     request = text_request(
                         prompt, self.context, self.tokenizer, max_tokens=max_tokens, sampling=sampling,

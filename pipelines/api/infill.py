@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from castiron.pipelines.api.generation_api import GenerationApi
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
+from castiron.pipelines.api.oldest_messages import ANSWER_TOKENS
 from castiron.pipelines.api.replies import ChoicesReply
 from castiron.pipelines.api.request_body import Body, Unsupported
 from castiron.pipelines.api.schemas import CompletionFields
@@ -17,8 +18,6 @@ from castiron.pipelines.text.fim import LineStops
 from castiron.pipelines.text.text_output import Delta
 from castiron.pipelines.text.tokenizer import TokenBytes
 
-# Free positions after a prompt that is cut to fit, for an answer without n_predict.
-ANSWER_TOKENS = 256
 STOP_TYPES = {"length": "limit", "context": "limit"}
 
 
@@ -54,6 +53,7 @@ class InfillRequest(CompletionFields):
     t_max_predict_ms: int = 0
     response_fields: list[str] | None = None
     n: Annotated[int | None, Unsupported(1)] = None
+    n_cmpl: Annotated[int | None, Unsupported(1)] = None
     samplers: Annotated[None, BeforeValidator(lambda _: None)] = None
 
 

@@ -24,6 +24,8 @@ from castiron.vmfb.manifest import Manifest
 
 # Max characters of a /tokenize request; each takes 200 bytes of memory while it is encoded.
 MAX_TOKENIZE_CHARACTERS = 1_000_000
+# Default of `Limits.max_tokens`.
+MAX_TOKENS = 8192
 # OpenAI's default temperature.
 TEMPERATURE = 1.0
 # Fields of messages that are not checked: what a template does not show is shown as text, some templates leave earlier
@@ -50,6 +52,7 @@ class Limits:
     temperature, repeat_penalty: default sampling options; None for the model's defaults.
     priorities: whether requests may set the field `priority`.
     strict_requests: whether a request field that has no effect is an error.
+    max_tokens: max tokens of an answer whose request sets no limit.
     """
 
     seconds: float = 600.0
@@ -58,6 +61,7 @@ class Limits:
     repeat_penalty: float | None = None
     priorities: bool = False
     strict_requests: bool = False
+    max_tokens: int = MAX_TOKENS
 
 
 class ModelApi:

@@ -16,8 +16,8 @@ from castiron.pipelines.api.blocks_reply import Block, BlocksReply
 from castiron.pipelines.api.embeddings import EmbeddingsJob
 from castiron.pipelines.api.generation_api import SWITCHES, GenerationApi
 from castiron.pipelines.api.model_api import Limits, ModelApi, default_sampling, run_in_thread
-from castiron.pipelines.api.request_body import Body, Unsupported, fields_renamed, parse_record
-from castiron.pipelines.api.schemas import ChatRequest, EmbeddingsRequest, Objects, TokenId
+from castiron.pipelines.api.request_body import Body, Unsupported, fields_renamed, is_allowed, parse_record
+from castiron.pipelines.api.schemas import ChatRequest, EmbeddingsRequest, Objects, TokenId, is_one_or_more
 from castiron.pipelines.text.chat_template import variables_of
 from castiron.pipelines.text.reasoning import marks_of
 from castiron.vmfb.manifest import WEIGHTS, Manifest
@@ -35,11 +35,13 @@ FOREVER = timedelta(days=100 * 365)
 TAG = ":latest"
 # Options that are chat fields of the same name.
 OPTIONS = (
-    "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty", "stop",
-    "seed",
+    "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty",
+    "stop", "seed",
 )  # fmt: skip
+# llama.cpp, which runs Ollama's models, replaces numbers outside these limits by the nearest limit.
+LIMITS = {"temperature": (0, float("inf")), "top_k": (0, float("inf")), "top_p": (0, 1), "min_p": (0, 1)}
 # The only supported values of options that would change the answer.
-FIXED_OPTIONS = {"mirostat": 0, "typical_p": 1, "tfs_z": 1}
+FIXED_OPTIONS = {"mirostat": (0,), "typical_p": (1, is_one_or_more), "tfs_z": (1,)}
 # Names of this API's fields, by the chat fields that they are converted to.
 FIELDS = {
     "response_format": "format", "reasoning_effort": "think", "max_tokens": "options.num_predict",
@@ -76,6 +78,15 @@ class OllamaGeneration(OllamaBody):
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    # Whether to leave out the oldest messages of a conversation that is too long for the context.
+    truncate: bool | None = True
+
+
+class OllamaFields(ChatRequest):
+    """A chat request whose penalties may be any numbers, as in Ollama."""
+
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
 
 
 class OllamaMessage(Body):
@@ -148,7 +159,7 @@ async def start_ollama_chat(api: ModelApi, body: OllamaChatRequest, load_seconds
     is_unfinished = last.role == "assistant" and bool(last.content) and not last.tool_calls
     with fields_renamed(FIELDS):
         chat = await run_in_thread(lambda: _chat_request(body, _messages(body.messages), body.tools))
-        return await api.chat(chat, lambda: reply, continue_last=is_unfinished)
+        return await api.chat(chat, lambda: reply, continue_last=is_unfinished, drops_oldest=body.truncate is not False)
 
 
 async def start_ollama_generate(api: ModelApi, body: OllamaGenerateRequest, load_seconds: float) -> Any:
@@ -234,7 +245,7 @@ def _chat_request(body: OllamaGeneration, messages: list[dict], tools: Iterable[
         given["reasoning_effort"] = body.think
     elif body.think is not None:
         given["thinking"] = {"type": "enabled" if body.think else "disabled"}
-    return parse_record(ChatRequest, given | _sampling_fields(body.options or {}))
+    return parse_record(OllamaFields, given | _sampling_fields(body.options or {}))
 
 
 def _messages(messages: Iterable[OllamaMessage]) -> list[dict[str, Any]]:
@@ -267,15 +278,18 @@ def _sampling_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     Unknown options have no effect. An option that is known but not supported, such as mirostat,
     raises ApiError unless it has its default value.
     """
-    for name, value in FIXED_OPTIONS.items():
-        if options.get(name, value) not in (None, value):
-            raise invalid(f"options.{name}", f"options.{name}: this server supports only the value {value}; leave it out")
+    for name, allowed in FIXED_OPTIONS.items():
+        if options.get(name) is not None and not is_allowed(options[name], allowed):
+            raise invalid(f"options.{name}", f"options.{name}: this server supports only the value {allowed[0]}; leave it out")
     found = {name: options[name] for name in OPTIONS if options.get(name) is not None}
+    for name, (low, high) in LIMITS.items():
+        if isinstance(value := found.get(name), int | float):
+            found[name] = min(max(value, low), high)
     # A negative seed means a random one, and num_predict below 1 means no limit.
-    if isinstance(seed := found.get("seed"), int) and seed < 0:
+    if isinstance(seed := found.get("seed"), int | float) and seed < 0:
         del found["seed"]
     limit = options.get("num_predict")
-    return found if limit is None or isinstance(limit, int) and limit < 1 else {**found, "max_tokens": limit}
+    return found if limit is None or type(limit) in (int, float) and limit < 1 else {**found, "max_tokens": limit}
 
 
 class OllamaReply(BlocksReply):

@@ -19,6 +19,13 @@ TAG = "type="
 MAX_UNKNOWN = 100
 
 
+def is_allowed(value: Any, allowed: Iterable[Any]) -> bool:
+    """Return whether `value` is one of the `allowed` values, or a function among them returns true for it."""
+    # 1 and 1.0 are the same number in JSON, but 0 and False differ.
+    is_same = lambda other: value == other and isinstance(value, bool) == isinstance(other, bool)
+    return any(each(value) if callable(each) else is_same(each) for each in allowed)
+
+
 class Unsupported:
     """A Pydantic annotation of a request field that this server does not support.
 
@@ -30,9 +37,7 @@ class Unsupported:
         self.values, self.code = values, code
 
     def _check(self, value: Any) -> Any:
-        # 1 and 1.0 are the same number in JSON, but 0 and False differ.
-        is_same = lambda other: value == other and isinstance(value, bool) == isinstance(other, bool)
-        if any(allowed(value) if callable(allowed) else is_same(allowed) for allowed in self.values):
+        if is_allowed(value, self.values):
             return value
         raise PydanticCustomError(self.code, "this field is not supported by this server; leave it out")
 
@@ -131,6 +136,7 @@ SYNONYMS = (
     ("repeat_penalty", "repetition_penalty"),
     ("max_completion_tokens", "max_tokens"),
     ("n_predict", "max_tokens"),
+    ("n_cmpl", "n"),
     ("add_special", "add_special_tokens"),
 )
 # Names of ignored fields that were logged. Their number is limited, because clients choose the names.
@@ -248,4 +254,7 @@ def fields_renamed(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except ApiError as error:
         param = next((own for chat, own in names.items() if f"{error.param}.".startswith(f"{chat}.")), error.param)
-        raise ApiError(error.status, error.message, param, error.code) from None
+        message = error.message
+        if error.param in names and message.startswith(f"{error.param} "):
+            message = f"{param}{message.removeprefix(error.param)}"
+        raise ApiError(error.status, message, param, error.code) from None

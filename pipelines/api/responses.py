@@ -154,13 +154,13 @@ async def start_response(api: ModelApi, body: ResponsesRequest, store: ResponseS
         chat, conversation = await _chat(body, store, owner)
         put = (lambda response: store.put(owner, response, conversation)) if is_stored else None
         reply = lambda: ResponsesReply(api.names[0], api.token_bytes, body, api.sampling_of(chat), put)
-        return await api.chat(chat, reply)
+        return await api.chat(chat, reply, drops_oldest=body.truncation == "auto")
 
 
 async def count_response_tokens(api: ModelApi, body: InputTokensRequest, store: ResponseStore, owner: bytes) -> int:
     with fields_renamed(FIELDS):
         chat, _ = await _chat(body, store, owner)
-        return await api.count(chat)
+        return await api.count(chat, drops_oldest=body.truncation == "auto")
 
 
 async def _chat(body: InputTokensRequest, store: ResponseStore, owner: bytes) -> tuple[ChatRequest, list[Message]]:
@@ -225,7 +225,8 @@ class ResponsesReply(BlocksReply):
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "service_tier": "default", "store": put is not None, "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}, "verbosity": "medium", **text}, "tool_choice": choice or "auto",
-            "tools": tools, "top_logprobs": body.top_logprobs or 0, "top_p": sampling.top_p, "truncation": "disabled",
+            "tools": tools, "top_logprobs": body.top_logprobs or 0, "top_p": sampling.top_p,
+            "truncation": body.truncation or "disabled",
             "usage": None, **body.model_dump(include=set(ECHOED)),
         }  # fmt: skip
 

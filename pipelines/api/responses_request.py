@@ -177,7 +177,8 @@ class InputTokensRequest(Body):
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    truncation: Annotated[Any, Unsupported("disabled")] = None
+    # auto: leave out the oldest messages of a conversation that is too long for the context.
+    truncation: Literal["auto", "disabled"] | None = None
     conversation: Annotated[Any, Unsupported()] = None
 
     def items(self, stored: Callable[[str], StoredItem | None]) -> list[StoredItem]:
@@ -209,7 +210,7 @@ class ResponsesRequest(InputTokensRequest, GenerationFields):
     ]], Field(fail_fast=True)] | None = None  # fmt: skip
     top_logprobs: int | None = Field(None, ge=0, le=20)
     # Ignored, because it limits tools that the server runs, and this server runs no tools.
-    max_tool_calls: int | None = Field(None, ge=0)
+    max_tool_calls: int | None = None
     # Ignored labels of the request or the customer.
     metadata: dict[str, str] | None = None
     user: str | None = None

@@ -23,23 +23,26 @@ from castiron.pipelines.api.request_body import Body, ByType, Unsupported
 from castiron.pipelines.engine.sampling import SCHEDULE
 
 
-
-
 def is_negative(value: Any) -> bool:
-    return isinstance(value, int | float) and value < 0
+    return type(value) in (int, float) and value < 0
+
+
+def is_one_or_more(value: Any) -> bool:
+    return type(value) in (int, float) and value >= 1
 
 
 # Unsupported fields of vLLM and llama.cpp: (accepted values, which change nothing; names).
 UNSUPPORTED: tuple[tuple[tuple[Any, ...], str], ...] = (
-    ((), "repetition_detection guided_whitespace_pattern logits_processors"),
+    ((), "repetition_detection guided_whitespace_pattern"),
     ((False,), "include_stop_str_in_output return_prompt_text return_tokens_as_token_ids use_beam_search watermarking"),
     ((False,), "post_sampling_probs return_tokens"),
     ((True,), "skip_special_tokens spaces_between_special_tokens"),
-    ((0,), "dry_multiplier dynatemp_range min_keep mirostat n_probs xtc_probability"),
-    ((1,), "length_penalty n_cmpl typical_p typ_p"),
-    ((is_negative, 0), "top_n_sigma"),
+    ((0,), "dry_multiplier min_keep mirostat"),
+    ((0, is_negative), "dynatemp_range n_probs top_n_sigma xtc_probability"),
     ((is_negative,), "adaptive_target"),
-    (([],), "logprob_token_ids lora"),
+    ((is_one_or_more,), "typical_p typ_p"),
+    ((1,), "length_penalty"),
+    (([],), "logits_processors logprob_token_ids lora"),
     (({},), "vllm_xargs"),
 )
 # The same for fields of chat completions, also OpenAI's.
@@ -48,7 +51,7 @@ UNSUPPORTED_IN_CHAT: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((False,), "add_special_tokens echo"),
     ((True,), "parse_tool_calls"),
     (([],), "documents"),
-    ((["text"],), "modalities"),
+    (([], ["text"]), "modalities"),
     (("auto", "deepseek"), "reasoning_format"),
 )
 
@@ -191,7 +194,9 @@ class CompletionFields(GenerationFields, UnsupportedFields):
     # Max tokens of the answer, also by llama.cpp's name; a negative number means no limit.
     max_tokens: int | None = Field(None, ge=-1)
     n_predict: int | None = Field(None, ge=-2)
+    # Number of choices, also by llama.cpp's name.
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    n_cmpl: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: Stops | None = None
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -239,6 +244,10 @@ class CompletionFields(GenerationFields, UnsupportedFields):
         A negative number means no limit. None means that the request sets nothing.
         """
         return self.n_predict if self.max_tokens is None else self.max_tokens
+
+    @property
+    def choices(self) -> int:
+        return self.n or self.n_cmpl or 1
 
     @property
     def reasoning_budget(self) -> int | None:

@@ -65,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="default penalty of the last 64 tokens (default: the model's, else 1, off)")  # fmt: skip
     add_options(group, "--template-arg", "--parse-special", "--draft", "--prefix-cache", "--prefix-cache-size")
     limits = parser.add_argument_group("limits")
+    add_options(limits, "-n --max-tokens", default=8192,
+                help="max tokens of an answer whose request sets no limit (default: 8192)")  # fmt: skip
     limits.add_argument("--queue", type=int, default=64, metavar="N", help="max waiting requests of one client (default: 64)")
     limits.add_argument("--scheduling-policy", choices=("fair", "priority"), default="fair", metavar="NAME",
                         help="fair: share slots between clients; priority: that of each request (default: fair)")  # fmt: skip
@@ -91,7 +93,7 @@ def main(args: argparse.Namespace) -> int:
     keys, pages = api_keys(args), origins(args)
     limits = Limits(
         args.timeout, int(args.max_body * 1e6), args.temperature, args.repeat_penalty,
-        priorities=args.scheduling_policy == "priority", strict_requests=args.strict_requests,
+        priorities=args.scheduling_policy == "priority", strict_requests=args.strict_requests, max_tokens=args.max_tokens,
     )  # fmt: skip
     shared = {"threads": args.threads, "queue": args.queue, "limits": limits, "template_args": dict(args.template_arg),
               "parse_special": args.parse_special}  # fmt: skip
@@ -129,6 +131,7 @@ def check(args: argparse.Namespace) -> None:
         ("port", 0 <= args.port < 65536, "between 0 and 65535"),
         ("temperature", args.temperature is None or 0 <= args.temperature <= 2, "between 0 and 2"),
         ("repeat-penalty", args.repeat_penalty is None or 0.01 <= args.repeat_penalty <= 100, "between 0.01 and 100"),
+        ("max-tokens", args.max_tokens >= 1, "at least 1"),
         ("queue", args.queue >= 0, "0 or more"),
         ("max-body", 0 < args.max_body < float("inf"), "above 0"),
         ("timeout", 0 < args.timeout < float("inf"), "above 0"),

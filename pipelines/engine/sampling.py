@@ -93,8 +93,11 @@ class Sampling:
             ),
             ("seed", self.seed is None or self.seed >= 0, "0 or more"),
             ("temperature_schedule", not self.temperature_schedule or bool(self.schedule), "SHAPE:T:N, as linear:0.2:100"),
-            ("samplers", self.samplers.count("temperature") == 1 and {*self.samplers} <= {*SAMPLERS},
-             "one temperature, and any of top_k, top_p and min_p"),
+            (
+                "samplers",
+                self.samplers.count("temperature") == 1 and {*self.samplers} <= {*SAMPLERS},
+                "one temperature, and any of top_k, top_p and min_p",
+            ),
         ):
             if not is_valid:
                 raise PipelineError(f"{name.replace('_', '-')} is {getattr(self, name)}; it must be {valid}")

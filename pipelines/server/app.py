@@ -41,6 +41,8 @@ from castiron.vmfb.bundle import Bundle, open_bundle
 
 # Max memory of request bodies in flight, as a number of bodies of max size: of all clients, of one client.
 BODIES, BODIES_PER_CLIENT = 16, 4
+# Max characters of an error message in the log, because it may quote the request.
+MAX_LOGGED = 300
 # Default max sequences of one client that wait for a slot.
 QUEUE = 64
 # Bits of an IPv6 address that identify the network of one customer.
@@ -239,7 +241,7 @@ async def _handle_error(request: Request, error: Exception) -> Response:
         case _:
             # Starlette raises the error again after the response, so that it is logged.
             found = ApiError(500, "the server failed on this request; try again, and report the error in the server's log")
-    exchange_of(request.scope).code = found.code
+    exchange_of(request.scope).error = found
     return error_response(found, path, headers)
 
 
@@ -301,19 +303,25 @@ class App:
 
     def _count(self, scope: Scope, exchange: Exchange) -> None:
         path = scope["path"] if scope["path"] in self.paths else "other"
-        self.metrics.answered(path, scope["method"], exchange.status, exchange.code)
+        error = exchange.error
+        self.metrics.answered(path, scope["method"], exchange.status, error and error.code)
         if not self.quiet and path not in ("/health", "/ping", "/metrics"):
+            details = [exchange.job.summary] if exchange.job else []
+            details += [error.message[:MAX_LOGGED]] if error else []
             line = f"{scope['method']} {scope['path'][:200]!a} {exchange.status}"
-            print_message(f"{line}: {exchange.job.summary}" if exchange.job else line)
+            print_message(f"{line}: {'; '.join(details)}" if details else line)
 
     async def _with_key(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
         if self.access.keys and scope["path"] not in OPEN_PATHS and self.access.key(scope) is None:
             message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-            await error_response(ApiError(401, message, code="invalid_api_key"), scope["path"])(scope, receive, send)
+            exchange.error = ApiError(401, message, code="invalid_api_key")
         elif not self.access.is_host_allowed(scope):
             message = "unknown host: this server serves this machine only; use localhost, or start it with --api-key or --cors"
-            await error_response(ApiError(403, message, code="unknown_host"), scope["path"])(scope, receive, send)
+            exchange.error = ApiError(403, message, code="unknown_host")
+        if exchange.error:
+            await error_response(exchange.error, scope["path"])(scope, receive, send)
         else:
-            CLIENT.set(exchange_of(scope).client)
+            CLIENT.set(exchange.client)
             CACHE_SALT.set(self.access.cache_salt(scope))
             await self.app(scope, receive, send)

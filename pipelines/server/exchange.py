@@ -41,7 +41,8 @@ class Exchange:
         body: memory reserved for the request body.
         is_receiving: whether more of the request body will arrive.
         exits: context managers to exit after the response.
-        status, code: HTTP status of the response, and the error code in its body, if any.
+        status: HTTP status of the response.
+        error: the error in the response, if any.
         job: the job that computes the answer; its `summary` is logged.
         load_seconds: how long the request waited until its model was open.
         deadline: when `seconds` are over, on the event loop's clock.
@@ -54,7 +55,7 @@ class Exchange:
     is_receiving: bool
     exits: AsyncExitStack = field(default_factory=AsyncExitStack)
     status: int = CLIENT_LEFT
-    code: str | None = None
+    error: ApiError | None = None
     job: Any = None
     load_seconds: float = 0.0
     deadline: float = field(init=False)
@@ -165,6 +166,7 @@ class EventStream(Response):
         except ClientDisconnect:
             exchange.status = CLIENT_LEFT
         except ApiError as error:
+            exchange.error = error
             await error_response(error, scope["path"])(scope, receive, send)
         finally:
             self.job.close()
@@ -180,6 +182,7 @@ class EventStream(Response):
         except ApiError as error:
             if not self.is_started:
                 raise
+            exchange.error = error
             for chunk in self.job.reply.fail(error):
                 await self._send(send, chunk)
         finally:

@@ -30,7 +30,7 @@ CUSTOM = {
     "custom": {"name": "c", "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: A"}}},
 }
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": TOOLS[:1]}}
-SAMPLERS = ["dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
+SAMPLERS = ["penalties", "dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
 # Fields of both OpenAI endpoints, with a value that clients send.
 HONOURED = [
     ("model", None), ("frequency_penalty", 0.5), ("logit_bias", {"5": -1}), ("logit_bias", []),
@@ -46,7 +46,8 @@ HONOURED = [
     ("thinking_token_budget", 5), ("thinking_token_budget", -1), ("watermarking", False), ("n_predict", -1),
     ("dynatemp_range", 0.0), ("typical_p", 1.0), ("repeat_penalty", 1.1), ("repeat_last_n", 64), ("dry_multiplier", 0.0),
     ("xtc_probability", 0), ("top_n_sigma", -1.0), ("mirostat", 0), ("grammar", 'root ::= "a" | "b"'), ("n_probs", 0), ("min_keep", 0),
-    ("cache_prompt", False), ("return_tokens", False), ("samplers", SAMPLERS), ("post_sampling_probs", False), ("lora", []),
+    ("cache_prompt", False), ("return_tokens", False), ("samplers", SAMPLERS), ("samplers", "ekpmt"), ("repeat_last_n", -1), ("top_p", 0),
+    ("stop", ""), ("stop", ["", "x"]), ("grammar", ""), ("adaptive_target", -1.0), ("n_cmpl", 2), ("max_tokens", 1.0), ("post_sampling_probs", False), ("lora", []),
     ("n_cmpl", 1), ("reasoning_budget_tokens", 5),
 ]  # fmt: skip
 CHAT_HONOURED = [
@@ -71,12 +72,13 @@ REFUSED = [
     ("truncation_side", "middle"), ("logprob_token_ids", [5]), ("return_tokens_as_token_ids", True),
     ("repetition_detection", {"max_pattern_size": 3}), ("vllm_xargs", {"a": 1}), ("watermarking", True), ("n_probs", 3),
     ("dynatemp_range", 0.5), ("typical_p", 0.9), ("dry_multiplier", 0.8), ("xtc_probability", 0.5), ("top_n_sigma", 1.0),
-    ("mirostat", 2), ("samplers", ["top_k"]), ("lora", [{"id": 0, "scale": 1.0}]), ("repeat_last_n", 256), ("allowed_token_ids", []),
+    ("mirostat", 2), ("samplers", ["xtr"]), ("samplers", ["infill"]), ("lora", [{"id": 0, "scale": 1.0}]), ("repeat_last_n", -2),
+    ("adaptive_target", 0.5), ("logits_processors", ["x"]), ("top_p", -0.1), ("allowed_token_ids", []),
     ("allowed_token_ids", [10**6]), ("prompt_logprobs", 1000), ("max_tokens", -2), ("logit_bias", [[5, True]]), ("bad_words", [""]),
 ]  # fmt: skip
 CHAT_REFUSED = [
-    ("audio", {"voice": "x"}), ("modalities", ["audio"]), ("verbosity", "low"), ("web_search_options", {}), ("chat_template", "x"),
-    ("documents", [{"text": "x"}]), ("echo", True), ("reasoning_format", "none"), ("max_tokens", 0),
+    ("audio", {"voice": "x"}), ("modalities", ["audio"]), ("verbosity", "loud"), ("web_search_options", {}), ("chat_template", "x"),
+    ("documents", [{"text": "x"}]), ("echo", True), ("reasoning_format", "none"),
     ("reasoning_effort", "enormous"), ("tool_choice", ALLOWED), ("response_format", FORM),
 ]  # fmt: skip
 PROBES = [

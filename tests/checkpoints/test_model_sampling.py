@@ -79,7 +79,7 @@ def test_a_gguf_file_states_its_sampling_defaults(tmp_path):
 
 @pytest.mark.parametrize(
     "generation",
-    [{"top_p": 0}, {"temperature": "warm" * 999}, {"top_k": True}, {"top_k": 10**400}],
+    [{"top_p": -0.1}, {"temperature": "warm" * 999}, {"top_k": True}, {"top_k": 10**400}],
 )
 def test_a_generation_config_out_of_range_ends_in_one_line(generation):
     with pytest.raises(PipelineError, match=r"^invalid generation_config.json .* compile the model again$") as error:

@@ -221,7 +221,10 @@ def test_offsets_of_tokens_are_those_of_their_characters():
     assert Tokenizer(words).offsets([]) == []
 
 
-def test_no_tokens_need_echo(client):
-    with pytest.raises(openai.BadRequestError, match="max_tokens is 0, which needs echo") as error:
-        client.completions.create(model="tiny", prompt="x", max_tokens=0)
-    assert error.value.param == "max_tokens"
+def test_without_tokens_only_the_prompt_is_read(client):
+    """A later request finds the prompt in the cache."""
+    prompt = "read this one before"
+    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=0)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("", "length", 0)
+    again = client.completions.create(model="tiny", prompt=prompt, max_tokens=1)
+    assert again.usage.prompt_tokens_details.cached_tokens >= len(prompt) - 1
