@@ -96,10 +96,10 @@ class Body(BaseModel):
             return value
         known, integers = cls._names(), cls._integers()
         # JSON schema's integers include 1.0.
-        whole = {name for name in integers & value.keys() if isinstance(value[name], float) and value[name].is_integer()}
-        if known.issuperset(value) and None not in value.values() and not whole:
+        integral = {name for name in integers & value.keys() if isinstance(value[name], float) and value[name].is_integer()}
+        if known.issuperset(value) and None not in value.values() and not integral:
             return value
-        given = {name: int(each) if name in whole else each for name, each in value.items() if each is not None}
+        given = {name: int(each) if name in integral else each for name, each in value.items() if each is not None}
         unknown = [name for name in given if name not in known]
         reported = unknown[:1]
         if info.context is not None and cls.model_config["extra"] == "forbid":

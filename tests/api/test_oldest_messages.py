@@ -30,7 +30,7 @@ def with_letters(conversation: list[tuple[str, int]]) -> list[Message]:
     return [Message(role=role, content=chr(ord("A") + i) * size) for i, (role, size) in enumerate(conversation)]
 
 
-def kept(messages: list[Message], limit: int | None = 1, rejects=lambda messages: False) -> list[int]:
+def newest(messages: list[Message], limit: int | None = 1, rejects=lambda messages: False) -> list[int]:
     async def encode(some) -> list[int]:
         if some != messages and rejects(some):
             raise ApiError(400, "this template rejects it")
@@ -51,7 +51,7 @@ def ollama(messages: list[Message], num_ctx: int) -> int:
 @given(CONVERSATIONS, st.sampled_from([None, 1, 10, 1000]))
 def test_what_is_left_fits_and_ollama_keeps_it_too(conversation, limit):
     messages = with_letters(conversation)
-    found, needed = kept(messages, limit), min(limit or CONTEXT, CONTEXT // 4)
+    found, needed = newest(messages, limit), min(limit or CONTEXT, CONTEXT // 4)
     first = ollama(messages, CONTEXT + 1 - needed)
     shortened = lambda start: [each for i, each in enumerate(messages) if i >= start or each.role == "system"]
     starts = [start for start in range(len(messages)) if rendered(shortened(start)) == found]
@@ -75,7 +75,7 @@ def test_the_start_moves_rarely_while_a_conversation_grows(sizes):
     for size in sizes:
         conversation.append(("user", size))
         messages = with_letters(conversation)
-        found = kept(messages)
+        found = newest(messages)
         starts.append(next(i for i in range(1, len(messages)) if found == rendered([messages[0], *messages[i:]])))
         conversation.append(("assistant", size))
     moves, characters = (
@@ -87,11 +87,11 @@ def test_the_start_moves_rarely_while_a_conversation_grows(sizes):
 
 def test_a_start_that_the_template_rejects_is_passed_over():
     messages = with_letters([("user", 30), ("assistant", 30), ("user", 10), ("assistant", 10), ("user", 10)])
-    assert kept(messages) == rendered(messages[1:]) or kept(messages) == rendered(messages[2:])
-    only_last = kept(messages, rejects=lambda some: len(some) > 1)
+    assert newest(messages) == rendered(messages[1:]) or newest(messages) == rendered(messages[2:])
+    only_last = newest(messages, rejects=lambda some: len(some) > 1)
     assert only_last == rendered(messages[-1:])
     with pytest.raises(ApiError, match="rejects"):
-        kept(messages, rejects=lambda some: True)
+        newest(messages, rejects=lambda some: True)
 
 
 HISTORY = [{"role": "user" if index % 2 == 0 else "assistant", "content": "abcde" * 5} for index in range(20)]
@@ -103,7 +103,7 @@ def client(talking_path):
         yield found
 
 
-def test_ollama_truncates_unless_the_request_says_no(client):
+def test_ollama_truncates_unless_the_request_forbids_it(client):
     messages, options = [{"role": "system", "content": "be"}, *HISTORY, {"role": "user", "content": "hi"}], {"num_predict": 2}
     body = {"messages": messages, "stream": False, "options": options}
     answer = client.post("/api/chat", json=body)
@@ -115,7 +115,7 @@ def test_ollama_truncates_unless_the_request_says_no(client):
     assert refused.status_code == 400 and "maximum context length" in refused.json()["error"]
 
 
-def test_responses_truncate_if_the_request_says_auto(client):
+def test_responses_truncate_on_request(client):
     body = {"input": HISTORY[:-1], "instructions": "be", "max_output_tokens": 2}
     answer = client.post("/v1/responses", json={**body, "truncation": "auto"}).json()
     assert answer["truncation"] == "auto" and 150 < answer["usage"]["input_tokens"] <= talking.CONTEXT

@@ -307,7 +307,7 @@ def test_the_response_store_is_bounded():
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'web_search' is not supported by this server; it takes function"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "must provide"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format", '"not"'),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "must be medium"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity", "'low', 'medium' or 'high'"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning.effort", "is .enormous.; it must be"),
         ({"background": True}, "background", "not supported"),
         ({"tools": [{"type": "custom", "name": "c", "format": {"type": "grammar"}}]}, "tools.0.format", "not supported"),

@@ -346,4 +346,3 @@ def test_a_port_in_use_is_one_error_message(capsys, path):
         port = taken.getsockname()[1]
         assert cli.main(["serve", str(path), "--port", str(port)]) == 1
     assert f"port {port} (Address already in use)" in capsys.readouterr().err
-/root/.pyenv/libexec/pyenv-hooks: line 24: enable: cannot open shared object /root/.pyenv/libexec/pyenv-realpath.dylib: /root/.pyenv/libexec/pyenv-realpath.dylib: cannot open shared object file: No such file or directory
