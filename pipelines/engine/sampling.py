@@ -39,6 +39,7 @@ SCHEDULE = r"(constant|linear|cosine):([0-9]+|[0-9]*[.][0-9]+):([1-9][0-9]{0,8})
 KINDS: dict[str, tuple[Any, str]] = {
     "float": (Real, "a number"), "int": (Integral, "an integer"), "int | None": (Integral | None, "an integer or None"),
     "str | None": (str | None, "text"), "Mapping[int, float]": (Mapping, "numbers by token id"),
+    "tuple[str, ...]": (tuple, "names"),
 }  # fmt: skip
 
 

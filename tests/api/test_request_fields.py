@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from starlette.testclient import TestClient
@@ -148,7 +149,7 @@ def test_a_name_that_distinguishes_nobody_may_be_ignored(tmp_path_factory):
 
 def generated(client, **body) -> tuple[str, str, int]:
     """Return the text, finish reason and number of tokens of a greedy answer."""
-    answer = ask(client, temperature=0, max_tokens=8, **body).json()
+    answer = ask(client, **{"temperature": 0, "max_tokens": 8} | body).json()
     (choice,) = answer["choices"]
     return choice["message"]["content"], choice["finish_reason"], answer["usage"]["completion_tokens"]
 
@@ -209,6 +210,84 @@ def test_reasoning_effort_becomes_the_nearest_one_that_the_template_accepts(tmp_
         body = {"messages": MESSAGES, "think": "max", "stream": False, "options": {"num_predict": 1}}
         assert found.post("/api/chat", json=body).json()["prompt_eval_count"] == sizes["medium"]
     assert sizes["none"] == sizes["low"] == sizes["medium"] - len("medium") + len("low") and sizes["max"] == sizes["medium"]
+
+
+def test_verbosity_reaches_a_template_that_reads_it(tmp_path_factory, plain):
+    with TestClient(app(tmp_path_factory, "{{ verbosity }}{{ messages[0].content }}")) as found:
+        assert size(found, verbosity="low") == size(found) + len("low")
+        body = {"input": "bc", "text": {"verbosity": "high"}, "max_output_tokens": 1}
+        assert found.post("/v1/responses", json=body).json()["usage"]["input_tokens"] == size(found) + len("high")
+    assert size(plain, verbosity="low") == size(plain)
+
+
+def test_samplers_select_and_order_the_options(plain):
+    sent = {"temperature": 0.5, "top_k": 5, "top_p": 0.7, "min_p": 0.1, "repeat_penalty": 1.5, "frequency_penalty": 0.5}
+    chosen = lambda samplers: plain.app.api.sampling_of(ChatRequest(messages=MESSAGES, **sent, samplers=samplers))
+    usual = Sampling(0.5, 5, 0.7, 0.1, 1.5, frequency_penalty=0.5)
+    unpenalised = replace(usual, repeat_penalty=1.0, frequency_penalty=0.0)
+    assert chosen(["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]) == usual
+    assert chosen(["dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]) == unpenalised
+    assert chosen(["temperature", "min_p", "top-k"]) == replace(unpenalised, samplers=("temperature", "min_p", "top_k"))
+    assert chosen("ekt") == replace(usual, samplers=("top_k", "temperature"))
+    for absent in ([], ""):
+        assert chosen(absent) == replace(unpenalised, temperature=1.0, samplers=("temperature",))
+    assert chosen(None) == usual
+    for wrong, message in (
+        (["top_k", "penalties"], "before all"),
+        (["temp", "temp"], "only once"),
+        (["mirostat"], "'mirostat'"),
+    ):
+        with pytest.raises(ApiError, match=message) as error:
+            chosen(wrong)
+        assert error.value.param == "samplers"
+
+
+def test_values_at_the_ends_of_ranges_have_their_meaning(plain):
+    full = generated(plain)
+    assert generated(plain, top_p=0, temperature=1.0) == generated(plain, top_k=1, temperature=1.0) == full
+    for stop in ("", [], [""], None):
+        assert generated(plain, stop=stop) == full
+    assert generated(plain, stop=["", full[0][3]])[0] == full[0][: full[0].index(full[0][3])]
+    penalised = generated(plain, repetition_penalty=100)
+    assert generated(plain, repeat_penalty=100, repeat_last_n=-1) == penalised != full
+    assert generated(plain, repeat_penalty=100, repeat_last_n=0) == full
+    options = {"temperature": 0, "num_predict": 8.0, "repeat_penalty": 100, "repeat_last_n": -1, "top_p": 3, "stop": [""]}
+    answer = plain.post("/api/chat", json={"messages": MESSAGES, "options": options, "stream": False}).json()
+    assert answer["message"]["content"] == penalised[0]
+    for nothing in ({"max_tokens": 0}, {"max_tokens": None, "n_predict": 0}):
+        assert ask(plain, **nothing).json()["usage"]["completion_tokens"] == 0
+    message = plain.post("/v1/messages", json={"messages": MESSAGES, "max_tokens": 0}).json()
+    assert (message["content"], message["stop_reason"], message["usage"]["output_tokens"]) == ([], "max_tokens", 0)
+    assert ask(plain, max_tokens=2.0).json()["usage"]["completion_tokens"] == 2
+    assert len(ask(plain, n_cmpl=2).json()["choices"]) == 2
+
+
+def test_an_answer_without_a_limit_ends_at_the_servers(tmp_path_factory):
+    with TestClient(app(tmp_path_factory, TEMPLATE, limits=Limits(max_tokens=5))) as found:
+        for limits, tokens in (({"max_tokens": -1}, 5), ({"max_tokens": None}, 5), ({"max_tokens": 7}, 7)):
+            answer = ask(found, **limits).json()
+            assert answer["usage"]["completion_tokens"] == tokens and answer["choices"][0]["finish_reason"] == "length"
+        body = {"messages": MESSAGES, "options": {"num_predict": -1}, "stream": False}
+        assert found.post("/api/chat", json=body).json()["eval_count"] <= 5
+
+
+def test_the_log_gives_the_reason_of_an_error(tmp_path_factory, capsys):
+    with TestClient(app(tmp_path_factory, TEMPLATE, quiet=False, api_keys=["key"]), headers={"x-api-key": "key"}) as found:
+        capsys.readouterr()
+        for path, body, line in (
+            ("/v1/chat/completions", {"messages": MESSAGES, "top_p": 2}, "400: top_p is 2; it must be less than or equal to 1"),
+            ("/v1/messages", {"max_tokens": 1}, "400: you must provide messages"),
+            ("/api/chat", {"messages": MESSAGES, "format": "x\x1b[2J"}, "400: format must be json or a JSON schema"),
+            ("/v1/chat/completion", {}, "404: no such path on this server"),
+        ):
+            found.post(path, json=body)
+            assert capsys.readouterr().err == f"castiron: POST {path!r} {line}\n"
+        found.get("/v1/models", headers={"x-api-key": ""})
+        assert "401: the API key is missing or wrong" in capsys.readouterr().err
+        found.post("/v1/chat/completions", json={"messages": MESSAGES, "tool_choice": {"type": "\x1b[2J" * 999}})
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == 1 and "\x1b" not in printed and len(printed) < 500
+        assert ask(found).status_code == 200 and " 200: 6 prompt tokens" in capsys.readouterr().err
 
 
 def test_thinking_sets_every_variable_that_switches_reasoning(tmp_path_factory):
