@@ -129,8 +129,9 @@ def _environment() -> Any:
         tags = {"generation"}
 
         def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            line = next(parser.stream).lineno
+            # A variable that is set in the block keeps its value outside, as in transformers.
+            return jinja2.nodes.Scope(parser.parse_statements(["name:endgeneration"], drop_needle=True)).set_lineno(line)
 
     def raise_exception(message: str):
         raise jinja2.TemplateError(message)

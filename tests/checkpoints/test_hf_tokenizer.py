@@ -22,7 +22,7 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import render
 from castiron.reference.tiny import tiny_model
 from castiron.vmfb.token_table import table_of
-from tests.support.tokenizer_directories import base, directories, vocabularies, write
+from tests.support.tokenizer_directories import base, class_directories, directories, vocabularies, write
 
 TEXTS = (
     "the <s>cat</s> sat <|im_start|> x1 <image><tool_call>12",
@@ -76,9 +76,15 @@ def _compare(files: Mapping[str, str]) -> None:
     assert (table_of(found.content) is None) == (found.content["model"]["type"] != "BPE")
 
 
-@settings(max_examples=60)
+@settings(max_examples=50)
 @given(directories())
 def test_a_directory_equals_autotokenizer(files):
+    _compare(files)
+
+
+@settings(max_examples=40)
+@given(class_directories())
+def test_a_directory_of_a_known_class_equals_autotokenizer(files):
     _compare(files)
 
 
@@ -89,7 +95,7 @@ def test_a_directory_with_vocab_and_merges_equals_autotokenizer(files):
 
 
 @settings(max_examples=3000)
-@given(st.one_of(directories(), vocabularies()))
+@given(st.one_of(directories(), class_directories(), vocabularies()))
 def test_many_directories_equal_autotokenizer(files):
     _compare(files)
 
@@ -145,7 +151,7 @@ def _changed(value: object, random: Random) -> object:
     return random.choice(ODD)
 
 
-@settings(max_examples=60)
+@settings(max_examples=50)
 @given(st.one_of(directories(), vocabularies()), st.randoms(use_true_random=False))
 def test_a_damaged_file_ends_in_one_line(files, random):
     names = [name for name in files if name.endswith(".json")]

@@ -26,6 +26,7 @@ TEMPLATES = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{{ eos_token }}\n{% endfor %}",
     "{{ pad_token }}|{{ unk_token }}|{{ image_token }}|{{ boi_token }}\n{%- if bos_token is defined %}B{% endif %}\n",
     "\n  {% if tools %}{{ tools | tojson }}{% endif %}{{ messages[0].content }}{{ sep_token }}{{ cls_token }}\n\n",
+    "{% set x = 'a' %}{% generation %}{% set x = bos_token %}{{ x }}\n{% endgeneration %}{{ x }}{{ eos_token }}",
     "{% if add_generation_prompt %}<|im_start|>{{ mask_token }}{% endif %}{% set x = eos_token %} {{ x }}  \n  ",
 )
 # tokenizer_class, base and model type of directories without tokenizer.json.
@@ -33,6 +34,12 @@ VOCABULARIES = (
     ("GPT2Tokenizer", "gpt2", "gpt2"), ("GPT2TokenizerFast", "gpt2", "llama"), (None, "gpt2", "starcoder2"),
     ("Qwen2Tokenizer", "qwen", "qwen2"), ("Qwen2TokenizerFast", "qwen", "qwen3"), (None, "qwen", "qwen2"),
     ("LlamaTokenizer", "qwen", "qwen2"), ("Qwen2Tokenizer", "qwen", "llama"),
+)  # fmt: skip
+# tokenizer_class, base and model type of directories whose class has the steps of tokenizer.json in its code.
+CLASSES = (
+    ("GPT2Tokenizer", "gpt2", "gpt2"), ("GPT2Tokenizer", "gpt2", "llama"), ("GPT2TokenizerFast", "gpt2", "granite"),
+    ("Qwen2Tokenizer", "qwen", "qwen2"), ("Qwen2TokenizerFast", "qwen", "qwen3"), (None, "qwen", "qwen3_moe"),
+    ("Qwen2Tokenizer", "qwen", "lfm2"), ("GemmaTokenizer", "gemma", "gemma2"), ("GemmaTokenizerFast", "gemma", "gemma3_text"),
 )  # fmt: skip
 # Model types whose class uses tokenizer.json as it is.
 GENERIC_TYPES = ("llama", "mistral", "granite", "phi3", "olmo2", "lfm2", "stablelm")
@@ -177,6 +184,25 @@ def directories(draw: Any) -> dict[str, str]:
     if config or draw(st.booleans()):
         files["tokenizer_config.json"] = json.dumps(config)
     return {**files, "config.json": json.dumps(model)}
+
+
+@st.composite
+def class_directories(draw: Any) -> dict[str, str]:
+    """Draw the files of a directory, text by name, for a tokenizer class with steps and special tokens of its own."""
+    kind, name, model_type = draw(st.sampled_from(CLASSES))
+    made = Tokenizer.from_str(base(name))
+    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in STORED])
+    for token in draw(_tokens()):
+        made.add_tokens([AddedToken(**token)])
+    files, config = {"tokenizer.json": made.to_str()}, {"tokenizer_class": kind} if kind else {}
+    _special_tokens(draw, made.get_vocab_size(), config, files)
+    files.pop("added_tokens.json", None)
+    config.pop("added_tokens_decoder", None)
+    if draw(st.booleans()):
+        entries = json.loads(made.to_str())["added_tokens"]
+        config["added_tokens_decoder"] = {str(entry.pop("id")): entry for entry in entries}
+    _templates(draw, config, files)
+    return {**files, "tokenizer_config.json": json.dumps(config), "config.json": json.dumps({"model_type": model_type})}
 
 
 @st.composite
