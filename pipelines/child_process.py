@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -34,28 +35,47 @@ class LimitExceeded(Exception):
     """
 
 
+class Interrupted(LimitExceeded):
+    """Raised if a function was ended before it used its processor time.
+
+    Its caller stopped it, or the machine is too busy.
+    """
+
+
 class ChildProcess:
     """A child process that runs one function at a time; a call starts it if it is not running."""
 
-    def __init__(self, seconds: float, max_bytes: int, initialise: Callable[..., Any] = bool, *arguments: Any):
+    def __init__(
+        self, seconds: float, max_bytes: int, initialise: Callable[..., Any] = bool, *arguments: Any, niceness: int = NICENESS
+    ):  # fmt: skip
         """Store the limits and the first function to call; the process itself is started by `call`.
 
-        seconds: max processor time of a call. The max wall-clock time is 10 times as long.
+        seconds: max processor time of a call.
         max_bytes: max memory of the process, on systems that can limit it.
         initialise: function that each new process calls first, with `arguments`.
+        niceness: added to the nice value of the process.
         """
         self.seconds, self.max_bytes, self._initialise = seconds, max_bytes, (name_of(initialise), arguments)
+        self.niceness = niceness
+        # Processor time that the last call used; at least `seconds` if it exceeded a limit.
+        self.used = 0.0
         self._process: subprocess.Popen | None = None
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run `function(*arguments)` in the child; the arguments and the result are JSON values."""
+    def call(self, function: Callable[..., Any], *arguments: Any, wall_seconds: float | None = None) -> Any:
+        """Run `function(*arguments)` in the child; the arguments and the result are JSON values.
+
+        wall_seconds: max wall-clock time; by default 10 times the processor time. The start of the
+        process is not counted.
+        """
         with self._lock:
+            self.used = self.seconds
             try:
-                answer = self._ask(function, arguments)
+                answer = self._ask(function, arguments, PATIENCE * self.seconds if wall_seconds is None else wall_seconds)
+                self.used = answer["used"]
             except (OSError, ValueError):
-                raise LimitExceeded(self._reason()) from None
+                raise self._reason() from None
             except BaseException:
                 self._kill()
                 raise
@@ -66,18 +86,17 @@ class ChildProcess:
         return answer["value"]
 
     def stop(self) -> None:
-        """Kill the process. A call in progress raises LimitExceeded."""
+        """Kill the process. A call in progress raises Interrupted."""
         if (process := self._process) is not None and self._pid == os.getpid():
             process.kill()
             process.wait()
 
-    def _ask(self, function: Callable[..., Any], arguments: tuple) -> dict[str, Any]:
-        wait = PATIENCE * self.seconds
+    def _ask(self, function: Callable[..., Any], arguments: tuple, wait: float) -> dict[str, Any]:
         if self._process is None or self._pid != os.getpid() or self._process.poll() is not None:
             command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
             self._pid, wait = os.getpid(), wait + START_SECONDS
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            self._send(self.seconds, self.max_bytes)
+            self._send(self.seconds, self.max_bytes, self.niceness)
             self._send(*self._initialise)
         timer = threading.Timer(wait, self._process.kill)
         timer.daemon = True
@@ -94,13 +113,15 @@ class ChildProcess:
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
         self._process.stdin.flush()
 
-    def _reason(self) -> str:
+    def _reason(self) -> LimitExceeded:
         status = self._kill()
+        if status == -getattr(signal, "SIGKILL", 0) and hasattr(signal, "setitimer"):
+            return Interrupted("the machine is too busy to run it for the time that it may take")
         if status in (-getattr(signal, "SIGPROF", 0), -getattr(signal, "SIGKILL", 0)):
-            return f"it takes longer than {self.seconds:g} s"
+            return LimitExceeded(f"it takes longer than {self.seconds:g} s")
         if status == -signal.SIGSEGV:
-            return f"it nests too deep for a stack of {CHILD_STACK_BYTES >> 20} MB"
-        return f"it needs more memory than {self.max_bytes >> 20} MB or ends the process (status {status})"
+            return LimitExceeded(f"it nests too deep for a stack of {CHILD_STACK_BYTES >> 20} MB")
+        return LimitExceeded(f"it needs more memory than {self.max_bytes >> 20} MB or ends the process (status {status})")
 
     def _kill(self) -> int | None:
         process, self._process = self._process, None
@@ -163,19 +184,21 @@ def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     messages = map(json.loads, sys.stdin.buffer)
-    seconds, max_bytes = next(messages)
+    seconds, max_bytes, niceness = next(messages)
     _limit_memory(max_bytes)
     if hasattr(os, "nice"):
-        os.nice(NICENESS)
+        os.nice(niceness)
 
     def run() -> None:
         initialise, arguments = next(messages)
         _function(initialise)(*arguments)
         for name, parameters in messages:
             function = _function(name)
+            start = time.process_time()
             _limit_time(seconds)
-            answer = json.dumps(_answer(function, parameters)).encode()
+            answer = _answer(function, parameters)
             _limit_time(0)
+            answer = json.dumps({**answer, "used": time.process_time() - start}).encode()
             answers.write(answer + b"\n")
             answers.flush()
 

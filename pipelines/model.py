@@ -85,7 +85,7 @@ STRUCTURES = {"json_schema", "regex", "grammar"}
 KINDS: dict[str, tuple[Any, Any, str]] = {
     "max_tokens": (Integral | None, None, "an integer or None"), "stop_strings": (Iterable, str, "text, or a list of texts"),
     "stop_tokens": (Collection | None, Integral, "a list of token ids or None"), "template_args": (Mapping, str, "a dict"),
-    "json_schema": (Mapping | bool | None, None, "a JSON schema or a pydantic class"), "regex": (str | None, None, "text or None"),
+    "json_schema": (Mapping | bool | None, None, "a schema or a pydantic class"), "regex": (str | None, None, "text or None"),
     "grammar": (str | None, None, "text or None"), "compact_json": (bool, None, "True or False"),
     "sampling": (Sampling, None, "a castiron.Sampling"), "model": (str | Path | Bundle, None, "a path, a name or a bundle"),
     "threads": (Integral | None, None, "an integer or None"), "context": (Integral | None, None, "an integer or None"),

@@ -1,15 +1,13 @@
 """Convert chat and completion requests to engine requests."""
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, get_args
-from weakref import WeakValueDictionary
 
 from castiron.pipelines.api.answer_format import AnswerFormat, CallableTools, callable_tools, requested_format
-from castiron.pipelines.api.api_errors import invalid, unsupported
+from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
 from castiron.pipelines.api.async_engine import AsyncEngine, Job
 from castiron.pipelines.api.byte_limit import CACHE_SALT, CLIENT, answer_limit, reserve_answer
 from castiron.pipelines.api.chat_records import FreeformTool
@@ -25,7 +23,7 @@ from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import check_variables
 from castiron.pipelines.text.fim import Fim, fim_of
-from castiron.pipelines.text.grammar import Grammar, GrammarError
+from castiron.pipelines.text.grammar import Grammar, GrammarBusy, GrammarError
 from castiron.pipelines.text.text_output import text_request
 from castiron.pipelines.text.tokenizer import Tokenizer
 from castiron.vmfb.manifest import Manifest
@@ -51,9 +49,6 @@ class GenerationApi(ModelApi):
         self.sampling = default_sampling(manifest, limits)
         self.token_bytes = tokenizer.token_bytes
         self.retained = answer_limit()
-        # One process compiles all grammars. A lock per client lets each client queue only one grammar there, so that no client
-        # waits for all grammars of another.
-        self._compiling: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def chat(
         self, body: ChatRequest, reply: Callable[[], Reply] | None = None, *, continue_last: bool = False,
@@ -192,16 +187,17 @@ class GenerationApi(ModelApi):
         """Compile the grammar of answers in the format `form`; return None for free text.
 
         `compact`: whether JSON must be written without spaces between its elements. Raises ApiError
-        400 for an invalid schema or grammar.
+        400 for an invalid schema or grammar, and 503 if compiling it takes too long now.
         """
         if not form:
             return None
         grammars = await run_in_thread(lambda: self.tokenizer.grammars)
-        async with self._compiling.setdefault(CLIENT.get(), asyncio.Lock()):
-            try:
-                return await grammars.compile_async(**{form.kind: form.value}, compact_json=compact)
-            except GrammarError as error:
-                raise unsupported(form.param, f"the format of the answer is not supported: {error}") from None
+        try:
+            return await grammars.compile_async(CLIENT.get(), **{form.kind: form.value}, compact_json=compact)
+        except GrammarBusy as error:
+            raise ApiError(503, f"{form.param}: {error}", form.param, "grammar_compiler_busy") from None
+        except GrammarError as error:
+            raise unsupported(form.param, f"the format of the answer is not supported: {error}") from None
 
     async def template_args(self, body: ChatRequest) -> dict[str, Any]:
         """Return the variables that the request passes to the chat template.

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from functools import cached_property, lru_cache
+from functools import cached_property
+from hashlib import sha256
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
-from castiron.pipelines.child_process import ChildProcess, LimitExceeded, run_on_large_stack
+from castiron.pipelines.child_process import ChildProcess, Interrupted, LimitExceeded, run_on_large_stack
 from castiron.pipelines.engine.chooser import ConstraintError
 from castiron.pipelines.errors import PipelineError
+from castiron.pipelines.text.lane import Cache, Lane
 from castiron.pipelines.text.reasoning import Marks
 
 # Limits of the child process that first compiles a grammar: seconds of processor time, bytes of memory.
 SECONDS, MAX_BYTES = 1.0, 1 << 30
-# Max characters of a grammar, and how many compiled definitions are cached.
-MAX_CHARACTERS, MAX_CACHED = 1_000_000, 16
+# Seconds of processor time of grammars that are compiled before others, and how long grammars of a client that sent
+# another one are compiled after others.
+QUICK_SECONDS, SLOW_CLIENT_SECONDS = 0.25, 300.0
+# Max seconds until a client of a server gets its grammar or an error.
+MAX_WAIT = 5.0
+# Max characters of a grammar, and how many compiled definitions and errors are cached.
+MAX_CHARACTERS, MAX_CACHED, MAX_ERRORS = 1_000_000, 16, 1_000
 # Estimated bytes of memory for the grammar of one text: a fixed part, and a part for each byte of its definition.
 BASE_BYTES, BYTES_EACH = 1_000_000, 2
 # Short texts that few tokenizers merge with the text after them.
@@ -141,9 +150,16 @@ class GrammarError(PipelineError):
     the grammar exceeds a limit.
     """
 
-    def __init__(self, kind: str, message: str, is_limit: bool = False):
-        super().__init__(f"{kind.replace('_', ' ')}: {message}")
-        self.kind, self.is_limit = kind, is_limit
+    def __init__(self, kind: str, reason: str, is_limit: bool = False):
+        super().__init__(f"{kind.replace('_', ' ')}: {reason}")
+        self.kind, self.reason, self.is_limit = kind, reason, is_limit
+
+
+class GrammarBusy(GrammarError):
+    """Raised if a grammar could not be compiled in time, because others are compiled."""
+
+    def __init__(self, kind: str):
+        super().__init__(kind, f"it was not compiled within {MAX_WAIT:g} s, because the server is busy; retry later")
 
 
 class Grammar:
@@ -169,7 +185,10 @@ class Grammar:
 class Grammars:
     """A compiler of grammars for the vocabulary of one tokenizer.
 
-    A child process compiles each grammar first, because llguidance may crash.
+    A child process compiles each grammar first, because llguidance may crash. A server has two of
+    them: one for grammars that compile quickly, and one, of lower priority, for the others and for
+    clients that sent such a grammar a short time ago. So nobody waits for another client's slow
+    grammars. The errors of grammars are stored, so that the same one fails again at once.
 
     backend: a `tokenizers.Tokenizer`. vocabulary: the bytes of each token, by id. eos: ids of the
     end tokens.
@@ -190,8 +209,14 @@ class Grammars:
         self.special = tuple(sorted(i for i in added if added[i].special and i < len(vocabulary)))
         marks = {str(added[i].content): i for i in self.special}
         tokens = [token.decode("latin-1") for token in self.tokens]
-        self._child = ChildProcess(SECONDS, MAX_BYTES, grammar_compiler.start, tokens, self.special, self.eos, marks)
-        self._definition = lru_cache(MAX_CACHED)(self._definition_in_child)
+        start = (MAX_BYTES, grammar_compiler.start, tokens, self.special, self.eos, marks)
+        self._quick = Lane(ChildProcess(QUICK_SECONDS, *start, niceness=0))
+        self._slow = Lane(ChildProcess(SECONDS, *start))
+        # Definitions by a hash of the grammar, and errors of grammars that cannot be compiled.
+        self._definitions, self._errors = Cache(MAX_CACHED), Cache(MAX_ERRORS)
+        # By client: until when its grammars are compiled as slow ones.
+        self._slow_until: dict[str, float] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @cached_property
     def _index(self) -> Any:
@@ -224,60 +249,102 @@ class Grammars:
             GrammarError: the grammar has an unsupported keyword, or exceeds a limit.
         """
         given = {"json_schema": json_schema, "regex": regex, "grammar": grammar, "tools": tools}
+        return self._compile(given, compact_json, self._slow.child)
+
+    async def compile_async(self, client: str = "", compact_json: bool = False, **given: Any) -> Grammar:
+        """Run `compile` for a client of a server; given: the other arguments of `compile`.
+
+        A client compiles one grammar at a time. Most of the work is done in a child process, which
+        is killed if the coroutine is cancelled. Raise GrammarBusy after MAX_WAIT seconds.
+        client: "" for the local user, who waits as long as it takes.
+        """
+        deadline = time.monotonic() + MAX_WAIT if client else None
+        async with self._turns.setdefault(client, asyncio.Lock()):
+            with contextlib.suppress(_NotCached):
+                return await asyncio.to_thread(self._compile, given, compact_json, None)
+            if client and time.monotonic() > self._slow_until.get(client, 0):
+                with contextlib.suppress(_TooSlow):
+                    return await self._run(self._quick, given, compact_json, deadline)
+                now = time.monotonic()
+                self._slow_until = {name: until for name, until in self._slow_until.items() if until > now}
+                self._slow_until[client] = now + SLOW_CLIENT_SECONDS
+            return await self._run(self._slow, given, compact_json, deadline)
+
+    async def _run(self, lane: Lane, given: Mapping[str, Any], compact: bool, deadline: float | None) -> Grammar:
+        try:
+            return await lane.run(deadline, self._compile, given, compact, lane.child, deadline)
+        except TimeoutError:
+            raise GrammarBusy(next(iter(given))) from None
+
+    def _compile(
+        self, given: Mapping[str, Any], compact: bool, child: ChildProcess | None, deadline: float | None = None
+    ) -> Grammar:  # fmt: skip
+        """Compile a grammar in a child process; without one, raise _NotCached if it was not compiled before.
+
+        deadline: when to raise GrammarBusy; None for never.
+        """
         kinds = [kind for kind, value in given.items() if value is not None]
         if len(kinds) != 1:
             raise PipelineError(f"{len(kinds)} grammars are given; give one of json_schema, regex and grammar")
         kind, value = kinds[0], given[kinds[0]]
         try:
-            definition = self._define(kind, value, compact_json)
+            definition = self._define(kind, value, compact, child, deadline)
         except GrammarError as error:
             # The schemas of tools that are not strict may be replaced, whatever they are.
             if kind != "tools" or not error.is_limit or (looser := self._compiler.with_types_only(value)) == value:
                 raise
-            definition = self._define(kind, looser, compact_json)
+            definition = self._define(kind, looser, compact, child, deadline)
         # This stack is twice as large as the child process's, on which the grammar compiled.
         matcher = run_on_large_stack(self._compiler.make_matcher, self._index, definition)
         if matcher.is_error():
             raise GrammarError(kind, matcher.get_error())
         return Grammar(self, matcher, BASE_BYTES + BYTES_EACH * len(definition), calls=kind == "tools")
 
-    async def compile_async(self, **given: Any) -> Grammar:
-        """Run `compile` in another thread; given: the arguments of `compile`.
-
-        Most of the work is done in a child process, which is killed if the coroutine is cancelled.
-        """
-        queued = self._thread.submit(self.compile, **given)
-        work = asyncio.wrap_future(queued)
-        # Read the exception, so that asyncio does not log the error of a cancelled request.
-        work.add_done_callback(lambda done: done.cancelled() or done.exception())
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError:
-            if not queued.cancel():
-                self._child.stop()
-                await asyncio.wait([work])
-            raise
-        return work.result()
-
-    @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, "grammar")
-
-    def _define(self, kind: str, value: Any, compact: bool) -> str:
+    def _define(self, kind: str, value: Any, compact: bool, child: ChildProcess | None, deadline: float | None) -> str:
+        """Return the definition of a grammar in llguidance's format, and store it, or its error."""
         try:
             text = json.dumps(value)
-            if len(text) > MAX_CHARACTERS:
-                raise GrammarError(
-                    kind, f"the definition has {len(text)} characters, the limit is {MAX_CHARACTERS}; shorten it", is_limit=True
-                )
-            return self._definition(kind, text, compact)
-        except LimitExceeded as error:
-            raise GrammarError(kind, f"the definition is too complex: {error}; simplify it", is_limit=True) from None
         except RecursionError:
             raise GrammarError(kind, "the definition nests too deep; reduce its nesting", is_limit=True) from None
-
-    def _definition_in_child(self, kind: str, text: str, compact: bool) -> str:
+        key = sha256(f"{kind} {compact} {text}".encode()).digest()
+        if found := self._definitions.get(key):
+            return found
+        if error := self._errors.get(key):
+            raise GrammarError(kind, *error)
         try:
-            return self._child.call(self._compiler.compile_definition, kind, text, compact)
+            definition = self._in_child(kind, text, compact, child, deadline)
+        except GrammarError as error:
+            if not isinstance(error, GrammarBusy):
+                self._errors.put(key, (error.reason, error.is_limit))
+            raise
+        self._definitions.put(key, definition)
+        return definition
+
+    def _in_child(self, kind: str, text: str, compact: bool, child: ChildProcess | None, deadline: float | None) -> str:
+        if len(text) > MAX_CHARACTERS:
+            raise GrammarError(
+                kind, f"the definition has {len(text)} characters, the limit is {MAX_CHARACTERS}; shorten it", is_limit=True
+            )
+        if child is None:
+            raise _NotCached
+        wall = None if deadline is None else deadline - time.monotonic()
+        if wall is not None and wall <= 0:
+            raise GrammarBusy(kind)
+        try:
+            return child.call(self._compiler.compile_definition, kind, text, compact, wall_seconds=wall)
+        except Interrupted:
+            raise GrammarBusy(kind) from None
+        except LimitExceeded as error:
+            if child is self._quick.child and child.used >= child.seconds:
+                raise _TooSlow from None
+            raise GrammarError(kind, f"the definition is too complex: {error}; simplify it", is_limit=True) from None
         except PipelineError as error:
             raise GrammarError(kind, str(error)) from None
+
+
+class _NotCached(Exception):
+    """Raised if a grammar was not compiled before."""
+
+
+class _TooSlow(Exception):
+    """Raised if a grammar takes more time than the quick lane has."""

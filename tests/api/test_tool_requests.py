@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.engine.chooser import Chooser
 from castiron.pipelines.server.app import open_app
+from castiron.pipelines.text import grammar as grammar_file
 from tests.support import talking, toy_text
 
 talking_path = talking.talking_path
@@ -198,6 +199,15 @@ def test_a_schema_that_cannot_be_enforced_is_ignored_unless_the_function_is_stri
     tools[2]["function"]["strict"] = True
     with pytest.raises(openai.BadRequestError, match="cannot be honoured"):
         ask(client, tools=tools, max_tokens=5, **more)
+
+
+def test_a_grammar_that_waits_too_long_is_a_503(client, monkeypatch):
+    monkeypatch.setattr(grammar_file, "MAX_WAIT", 0.0)
+    with pytest.raises(openai.InternalServerError) as error:
+        client.completions.create(model="tiny", prompt="x", extra_body={"regex": "never seen"})
+    assert (
+        error.value.status_code == 503 and error.value.response.headers["Retry-After"] and "retry later" in error.value.message
+    )
 
 
 @pytest.mark.parametrize("template", [toy_text.TEMPLATE_TEXT, "{{ tools }}{{ messages[0].content }}"])

@@ -8,13 +8,16 @@ import signal
 import statistics
 import threading
 import time
+from collections.abc import Iterator
+from itertools import count
 
 import pytest
 
-from castiron.pipelines.child_process import ChildProcess, LimitExceeded
+from castiron.pipelines.child_process import ChildProcess, Interrupted, LimitExceeded
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.text.grammar import GrammarError
+from castiron.pipelines.text import grammar
+from castiron.pipelines.text.grammar import MAX_WAIT, GrammarBusy, GrammarError
 from castiron.pipelines.text.tokenizer import Tokenizer
 from tests.support import hostile_grammars, schemas, served
 from tests.support.hostile_grammars import HONOURED, HOSTILE, fail
@@ -48,9 +51,9 @@ def test_a_hostile_grammar_is_an_error_or_is_followed(text, name):
 def test_rejects_deep_terminals_before_a_step_takes_seconds(text):
     with pytest.raises(GrammarError, match="grammar: terminals nest deeper than 200 levels"):
         text.grammar(**hostile_grammars.lark_terminals(201))
-    grammar = text.grammar(**hostile_grammars.lark_terminals(150))
+    nested = text.grammar(**hostile_grammars.lark_terminals(150))
     start = time.thread_time()
-    schemas.generate_text(text, grammar, 1, 20)
+    schemas.generate_text(text, nested, 1, 20)
     assert time.thread_time() - start < 1
     # Names in literals and comments are not references.
     assert text.grammar(grammar='start: A\nA: "B" | /B/ // B\nB: "A" A')
@@ -80,6 +83,71 @@ def test_a_compilation_that_is_cancelled_ends():
     assert asyncio.run(leave()).nbytes and time.monotonic() - start < 10
 
 
+def interrupted(*given, **more):
+    raise Interrupted("stopped")
+
+
+def slow_grammars(count: int) -> Iterator[dict]:
+    """Yield arguments of different grammars, each of which takes longer than the limit."""
+    for index in range(count):
+        yield {"json_schema": {"$comment": str(index), **HOSTILE["patternProperties"]["json_schema"]}}
+
+
+def test_slow_grammars_of_some_clients_do_not_delay_those_of_another():
+    """Also the errors of slow grammars come within the limit."""
+    grammars, rejected, waited = Tokenizer(schemas.tokenizer(), eos=(0,)).grammars, [], []
+
+    async def keep_asking(client: str):
+        for given in slow_grammars(1000):
+            start = time.monotonic()
+            with pytest.raises(GrammarError, match=LIMITS + "|not compiled within 5 s"):
+                await grammars.compile_async(client, **given)
+            rejected.append(time.monotonic() - start)
+
+    async def main():
+        await grammars.compile_async("good", regex="a")
+        others = [asyncio.create_task(keep_asking(f"bad {index}")) for index in range(4)]
+        while len(grammars._slow_until) < len(others):
+            await asyncio.sleep(0.1)
+        for index in range(5):
+            start = time.monotonic()
+            assert await grammars.compile_async("good", regex=f"a{index}")
+            waited.append(time.monotonic() - start)
+        for other in others:
+            other.cancel()
+        await asyncio.wait(others)
+
+    asyncio.run(main())
+    print(f"waited {max(waited):.2f} s, errors after {max(rejected):.2f} s")
+    assert statistics.median(waited) < 1 and max(rejected) < MAX_WAIT + 1
+
+
+def test_an_error_is_stored_but_not_that_the_server_was_busy(monkeypatch):
+    grammars = Tokenizer(schemas.tokenizer(), eos=(0,)).grammars
+    (slow,) = slow_grammars(1)
+    for given, message in (
+        (slow, "takes longer than 1 s"),
+        ({"regex": "("}, "unclosed group"),
+        ({"regex": "a" * 1_000_001}, "shorten it"),
+    ):
+        with pytest.raises(GrammarError, match=message):
+            grammars.compile(**given)
+        with monkeypatch.context() as patch:
+            patch.setattr(ChildProcess, "call", lambda *given, **more: pytest.fail("compiled again"))
+            with pytest.raises(GrammarError, match=message):
+                grammars.compile(**given)
+            with pytest.raises(GrammarError, match=message):
+                asyncio.run(grammars.compile_async("client", **given))
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar, "MAX_WAIT", 0.0)
+        with pytest.raises(GrammarBusy, match="the server is busy; retry later"):
+            asyncio.run(grammars.compile_async("client", regex="b"))
+    with pytest.raises(GrammarBusy), monkeypatch.context() as patch:
+        patch.setattr(ChildProcess, "call", interrupted)
+        grammars.compile(regex="b")
+    assert grammars.compile(regex="b") and asyncio.run(grammars.compile_async("client", regex="b"))
+
+
 def test_a_function_in_a_child_process():
     child = ChildProcess(0.5, 1 << 30)
     for how, message in (
@@ -95,7 +163,10 @@ def test_a_function_in_a_child_process():
     with pytest.raises(PipelineError, match="^no such thing$"):
         child.call(fail, "pipeline error")
     child.stop()
-    assert child.call(fail, "value")
+    assert child.call(fail, "value") and child.used < 0.5
+    with pytest.raises(Interrupted, match="the machine is too busy"):
+        child.call(fail, "time", wall_seconds=0.05)
+    assert child.used == 0.5
 
 
 def test_a_batch_row_with_a_hostile_schema_is_an_error_and_the_job_goes_on(path, tmp_path):
@@ -117,6 +188,13 @@ def seconds_of(server, path: str, body: dict | None = None) -> float:
     return time.monotonic() - start
 
 
+def different(body: dict, number: int) -> dict:
+    """Return the grammar of a request with a comment, so that it is not known from before."""
+    if "grammar" in body:
+        return {"grammar": f"{body['grammar']}# {number}\n"}
+    return {"json_schema": {**body["json_schema"], "$comment": str(number)}}
+
+
 def test_hostile_grammars_do_not_delay_other_requests(path, tmp_path):
     chat = {"model": "tiny", "messages": served.MESSAGES, "max_tokens": 50, "ignore_eos": True, "temperature": 0}
     # Each takes the time up to its limit.
@@ -125,15 +203,20 @@ def test_hostile_grammars_do_not_delay_other_requests(path, tmp_path):
     # Slow steps, because the machine may be busy.
     with served.served(path, tmp_path / "log", "--grace", "5", slow=0.01) as server:
         idle = statistics.median(seconds_of(server, "/v1/chat/completions", chat) for _ in range(9))
-        status, _, error = served.ask(server.url, "/v1/chat/completions", {**chat, **HOSTILE["patternProperties"]})
+        # A client that gets 503 asks again.
+        asked = (served.ask(server.url, "/v1/chat/completions", {**chat, **HOSTILE["patternProperties"]}) for _ in range(20))
+        status, _, error = next(answer for answer in asked if answer[0] != 503)
         assert (
             status == 400
             and "json schema: the definition is too complex: it takes longer than 1 s" in error["error"]["message"]
         )
         answers: list = []
 
+        numbers = count()
+
         def keep_asking(body):
             while not stop.is_set():
+                body = {**body, **different(body, next(numbers))}
                 try:
                     answers.append(served.ask(server.url, "/v1/chat/completions", body)[0])
                 except (OSError, ValueError):
