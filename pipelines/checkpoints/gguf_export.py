@@ -23,7 +23,7 @@ from castiron.pipelines.checkpoints.gguf_file import GgufFile, Value, as_read
 from castiron.pipelines.checkpoints.gguf_metadata import Architecture
 from castiron.pipelines.checkpoints.gguf_pre_tokenizers import PRE_TOKENIZERS
 from castiron.pipelines.checkpoints.gguf_rules import head_dim, llama3_factors
-from castiron.pipelines.checkpoints.gguf_special_tokens import eos_token_ids
+from castiron.pipelines.checkpoints.gguf_special_tokens import TEMPLATE_NAMES, eos_token_ids
 from castiron.pipelines.checkpoints.gguf_tokenizer import SPACE, tokenizer_json
 
 # Model types that llama.cpp converts to the architecture of another type.
@@ -285,6 +285,8 @@ def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
         )
     ids = {"bos": checkpoint.bos_token_id, "eos": next(iter(checkpoint.eos_token_ids), None)}
     ids |= {"padding": checkpoint.config.get("pad_token_id"), "unknown": model["vocab"].get(model["unk_token"])}
+    texts = checkpoint.special_tokens or {}
+    ids |= {role: tokenizer.token_to_id(texts[name]) for role, name in TEMPLATE_NAMES.items() if name in texts}
     keys |= {f"{role}_token_id": number for role, number in ids.items() if isinstance(number, int) and 0 <= number < vocab}
     keys |= _further_ends(checkpoint, keys, vocab)
     plain, complete = (tokenizer.encode(SAMPLE, add_special_tokens=adds).ids for adds in (False, True))

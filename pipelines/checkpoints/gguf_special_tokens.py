@@ -19,7 +19,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 _DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {"bos": 11, "eos": 11}}
 # Values of tokenizer.ggml.pre without a default BOS.
 _NO_DEFAULT_BOS = ("chatglm-bpe", "glm4", "glm5")
-_TEMPLATE_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+# By role: the name in chat templates.
+TEMPLATE_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _ROLES = ("bos", "eos", "eot", "eom", "unknown", "padding")
 
 # Texts of tokens that end an answer.
@@ -128,7 +129,7 @@ def special_tokens(file: GgufFile) -> dict[str, str]:
     """Return the texts of the special tokens for the chat template, by name, such as "bos_token"."""
     vocabulary = Vocabulary(file)
     ids, tokens = vocabulary.role_ids(), vocabulary.tokens
-    return {name: tokens[ids[role]] for role, name in _TEMPLATE_NAMES.items() if ids.get(role, len(tokens)) < len(tokens)}
+    return {name: tokens[ids[role]] for role, name in TEMPLATE_NAMES.items() if ids.get(role, len(tokens)) < len(tokens)}
 
 
 def _found(vocabulary: Vocabulary) -> dict[str, int]:

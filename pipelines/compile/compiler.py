@@ -258,7 +258,10 @@ def _key(path: Path, options: Options, target: Target, compiler: str) -> str:
     # Chat templates for tools, and the layers after an encoder's pooling, are in separate folders.
     inner = "*/*" if (path / MODULES).exists() else "additional_chat_templates/*"
     own = [*path.iterdir(), *path.glob(inner)] if path.is_dir() else []
-    files = sorted(p for p in own or map(path.with_name, parts_of(path.name)) if p.is_file())  # content is not read
+    own = own or [*map(path.with_name, parts_of(path.name))]
+    if options.adapter:  # its tokenizer and template; its weights are hashed below
+        own += Path(options.adapter).resolve().iterdir()
+    files = sorted(p for p in own if p.is_file())  # content is not read
     stamps = [(os.path.relpath(p, path), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     chosen = asdict(options) | {"threads": options.threads_or_cores}
     del chosen["tuned"]  # compared as tiles

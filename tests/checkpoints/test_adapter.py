@@ -31,6 +31,7 @@ from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.session import Session
 from tests.checkpoints.test_text_part import MODELS, vision_model
 from tests.compile.test_quantise import quiet
+from tests.support import tokenizer_directories
 from tests.support.encoders import write
 from tests.support.tiny_gguf import write_llama
 from tests.test_end_to_end import greedy
@@ -147,6 +148,20 @@ def test_a_changed_adapter_makes_a_new_bundle(base, copy, tmp_path):
     with pytest.raises(PipelineError, match="is missing or has changed: .*; compile the bundle again"):
         adapter_of(bundle)
     assert not compile_model(base, tmp_path / "out", options).up_to_date
+    assert compile_model(base, tmp_path / "out", options).up_to_date
+    (copy / "chat_template.jinja").write_text("{{ messages }}")
+    assert not compile_model(base, tmp_path / "out", options).up_to_date
+
+
+def test_an_adapters_end_token_ends_answers_too(base, copy):
+    config = {"eos_token": "<|im_end|>", "pad_token": "<unk>"}
+    tokenizer_directories.write(
+        copy, {"tokenizer.json": tokenizer_directories.base("gpt2"), "tokenizer_config.json": json.dumps(config)}
+    )
+    before, found = open_checkpoint(base), open_source(base, Options(adapter=str(copy)))
+    assert found.special_tokens == config
+    end = {token["content"]: token["id"] for token in found.tokenizer["added_tokens"]}["<|im_end|>"]
+    assert found.eos_token_ids == (end, *before.eos_token_ids)
 
 
 def test_the_adapters_tokenizer_and_template_are_used(base, copy):

@@ -28,6 +28,7 @@ from castiron.reference import tiny
 from tests.support.gguf_models import IMPLIED, MODELS
 from tests.support.hf_to_gguf import convert as converted
 from tests.support.tiny_gguf import write_llama
+from tests.support.tokenizer_directories import base, write
 
 # Families whose files castiron reads and does not write.
 UNWRITTEN = {
@@ -155,6 +156,14 @@ def test_a_byte_level_tokenizer_is_written_and_read_back(smollm2, tmp_path):
     assert found.chat_template == "{{ messages }}"
     # <|endoftext|> and <reponame> end an answer of any GGUF file.
     assert (found.bos_token_id, found.eos_token_ids) == (1, (2, 0, 4))
+
+
+def test_the_roles_of_special_tokens_are_written(tmp_path):
+    directory = tiny.tiny_model("llama", tmp_path / "model", vocab_size=310, eos_token_id=2, pad_token_id=None)
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    write(directory, {"tokenizer.json": base("gpt2"), "tokenizer_config.json": json.dumps(roles)})
+    found = open_checkpoint(quantise(directory, tmp_path / "out.gguf", Options(weights="q8_0"), quiet).file)
+    assert found.special_tokens == roles and {1, 2} <= {*found.eos_token_ids}
 
 
 def refused(model: Path, out: Path, expected_message: str, **options) -> None:
