@@ -2,6 +2,9 @@
 
 Its path is `$CASTIRON_CACHE`, else `$XDG_CACHE_HOME/castiron`, else `~/.cache/castiron`. If the
 cache cannot be written, one message is printed on stderr and nothing fails.
+
+The folder may also have files of somebody else. Before castiron writes an entry, it adds the
+entry's name to the file `.written-by-castiron` in the folder. `clear` removes only such entries.
 """
 
 from __future__ import annotations
@@ -9,16 +12,17 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from castiron.vmfb.disk import files_below, reason
-from castiron.vmfb.staging import ABANDONED_SECONDS, remove_abandoned, write_file
+from castiron.vmfb.disk import reason
+from castiron.vmfb.staging import ABANDONED_SECONDS, is_staging, locked, remove_abandoned, write_file
 
 # The entries of the cache with their descriptions: folders, except those in `_FILES`.
 KINDS = {
@@ -37,6 +41,7 @@ KINDS = {
 # Kinds that castiron cannot make again; `castiron cache clear` removes them only by name.
 PRECIOUS = ("chat",)
 _FILES = {"tuned": "tuned.json"}
+_WRITTEN = ".written-by-castiron"
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,14 @@ class Usage:
     kind: what the files contain; a key of `KINDS`.
     bytes: total size of the files.
     newest: Unix time at which one of the files was last used; None if there are no files.
+    others: paths that castiron did not write, or that are links.
     """
 
     kind: str
     files: int
     bytes: int
     newest: float | None
+    others: tuple[Path, ...] = ()
 
 
 def cache_root() -> Path:
@@ -96,11 +103,55 @@ def cache_folder(kind: str) -> Path:
     return folder
 
 
+def claim(path: Path) -> None:
+    """Record that castiron writes the entry of the cache that `path` is or is in.
+
+    Call this before the entry is written. An entry that exists already is not recorded, because it
+    may belong to somebody else. A path outside the cache is ignored.
+    """
+    if (entry := _entry(path)) is None or os.path.lexists(entry):
+        return
+    # A cache that cannot be written is reported by the function that writes the entry.
+    with contextlib.suppress(OSError):
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with locked(entry.parent), open(entry.parent / _WRITTEN, "a", encoding="ascii") as file:
+            if entry.name not in _written(entry.parent):
+                file.write(json.dumps(entry.name) + "\n")
+
+
+def is_own(path: Path) -> bool:
+    """Return whether castiron wrote the entry of the cache that `path` is or is in."""
+    entry = _entry(path)
+    return entry is not None and not entry.is_symlink() and entry.name in _written(entry.parent)
+
+
+def _entry(path: Path) -> Path | None:
+    with contextlib.suppress(ValueError):
+        kind, *rest = path.relative_to(cache_root()).parts
+        if rest or kind in _FILES.values():
+            return cache_root() / kind / rest[0] if rest else path
+    return None
+
+
+def _written(folder: Path) -> set[str]:
+    try:
+        lines = (folder / _WRITTEN).read_text("ascii").splitlines()
+    except (OSError, ValueError):
+        return set()
+    names = set()
+    for line in lines:
+        # A process may have been killed while it wrote the last line.
+        with contextlib.suppress(ValueError):
+            names.add(str(json.loads(line)))
+    return names
+
+
 def keep(path: Path, data: bytes) -> bool:
     """Write `data` to the file `path` in the cache; return whether that succeeded.
 
     A failure raises nothing. The first failure in a process prints its reason on stderr.
     """
+    claim(path)
     try:
         write_file(path, data)
         return True
@@ -143,12 +194,41 @@ def _temporary() -> Path:
 
 def usage() -> tuple[Usage, ...]:
     """Return the number and size of the cached files, for each kind of data in `KINDS`."""
-    return tuple(_usage_of(kind, [stat for _, stat in files_below(cache_path(kind))]) for kind in KINDS)
+    return tuple(_usage_of(kind, [stat for _, stat in _files(kind)]) for kind in KINDS)
 
 
 def _usage_of(kind: str, stats: Sequence[os.stat_result]) -> Usage:
     newest = max((stat.st_mtime for stat in stats), default=None)
-    return Usage(kind, len(stats), sum(stat.st_size for stat in stats), newest)
+    own, others = _entries(kind)
+    return Usage(kind, len(stats), sum(stat.st_size for stat in stats), newest, tuple(others))
+
+
+def _entries(kind: str) -> tuple[list[Path], list[Path]]:
+    """Return the entries of one kind that castiron wrote, and the others; links are others."""
+    path = cache_path(kind)
+    if path.is_symlink():
+        return [], [path]
+    if kind in _FILES:
+        found = [path] if path.exists() else []
+    else:
+        with contextlib.suppress(OSError):
+            found = [Path(entry.path) for entry in os.scandir(path)]
+            found = sorted(entry for entry in found if entry.name != _WRITTEN and not is_staging(entry.name))
+            written = _written(path)
+            own = [entry for entry in found if entry.name in written and not entry.is_symlink()]
+            return own, [entry for entry in found if entry not in own]
+        return [], []
+    return [entry for entry in found if is_own(entry)], [entry for entry in found if not is_own(entry)]
+
+
+def _files(kind: str) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield (file, `lstat` result) for each file of one kind that castiron wrote."""
+    for entry in _entries(kind)[0]:
+        below = (Path(folder, name) for folder, _, names in os.walk(entry) for name in names)
+        for file in below if entry.is_dir() else (entry,):
+            # Another process may remove files meanwhile.
+            with contextlib.suppress(OSError):
+                yield file, file.lstat()
 
 
 def clear(kinds: Sequence[str] = tuple(KINDS), older_than_days: float = 0.0) -> tuple[Usage, ...]:
@@ -157,15 +237,18 @@ def clear(kinds: Sequence[str] = tuple(KINDS), older_than_days: float = 0.0) -> 
     kinds: which kinds of data to remove, as keys of `KINDS`; by default all.
     older_than_days: remove only files that were not used for this number of days.
 
-    Temporary files that killed processes left are removed too. Files that a process is writing are
-    not removed.
+    Only entries that castiron wrote are removed, and no link is followed. Temporary files that
+    killed processes left are removed too. Files that a process is writing are not removed.
     """
     now, removed = time.time(), []
     for kind in kinds:
-        removed_files, folder_of_kind = [], cache_path(kind)
-        for folder, _, _ in os.walk(folder_of_kind):
+        removed_files: list[os.stat_result] = []
+        own, _ = _entries(kind)
+        if not cache_path(kind).is_symlink():
+            remove_abandoned(cache_path(kind))
+        for folder in (folder for entry in own for folder, _, _ in os.walk(entry)):
             remove_abandoned(Path(folder))
-        for path, stat in list(files_below(folder_of_kind)):
+        for path, stat in list(_files(kind)):
             min_age = older_than_days * 86400
             # A hidden file may be the lock of a running process.
             if any(part.startswith(".") for part in path.relative_to(cache_root()).parts):
@@ -174,8 +257,24 @@ def clear(kinds: Sequence[str] = tuple(KINDS), older_than_days: float = 0.0) -> 
                 path.unlink(missing_ok=True)
                 _remove_empty(path.parent)
                 removed_files.append(stat)
+        _forget(own)
         removed.append(_usage_of(kind, removed_files))
     return tuple(removed)
+
+
+def _forget(entries: Sequence[Path]) -> None:
+    """Remove the names of removed entries from the list of their folder."""
+    gone = {entry.name for entry in entries if not os.path.lexists(entry)}
+    if not gone:
+        return
+    folder = entries[0].parent
+    with contextlib.suppress(OSError), locked(folder):
+        names = sorted(_written(folder) - gone)
+        if names:
+            (folder / _WRITTEN).write_text("".join(json.dumps(name) + "\n" for name in names), "ascii")
+        else:
+            (folder / _WRITTEN).unlink()
+    _remove_empty(folder)
 
 
 def _remove_empty(folder: Path) -> None:

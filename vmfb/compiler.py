@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from castiron.vmfb.cache import cache_folder, cache_root, unwritable
+from castiron.vmfb.cache import cache_folder, cache_root, claim, unwritable
 from castiron.vmfb.children import own_group
 from castiron.vmfb.cpu import physical_cores
 from castiron.vmfb.disk import reason, write_text
@@ -31,6 +32,8 @@ QUIET_FLAGS = ("--mlir-print-op-on-diagnostic=false", "--mlir-print-stacktrace-o
 SHOWN_ERRORS, SHOWN_WIDTH = 3, 300
 MAX_CACHE_BYTES, MAX_FAILURES = 512 * 2**20, 20
 NOT_INSTALLED = "the IREE compiler is not installed; pip install iree-base-compiler"
+# Names in the cache are a hash; those of failed compilations are its first 16 digits.
+_KEY = re.compile(r"[0-9a-f]{16}([0-9a-f]{48})?")
 # Interval in seconds at which a waiting thread checks whether the compiler has ended.
 POLL_SECONDS = 0.02
 
@@ -181,6 +184,8 @@ def _compile(text: str, flags: tuple[str, ...], store: Path, key: str, cancelled
         made = output_file.read_bytes()
         record = {"seconds": seconds, "log": log, "sha256": hashlib.sha256(made).hexdigest()}
         cached_file = store / f"{key}.vmfb"
+        claim(cached_file)
+        claim(store / f"{key}.json")
         try:
             os.replace(output_file, cached_file)
             # Written last: a result without its record counts as absent.
@@ -221,6 +226,7 @@ def _disk_full(status: int, output: str) -> int | None:
 
 
 def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> CompileError:
+    claim(folder)
     folder.mkdir(parents=True, exist_ok=True)
     os.replace(source, folder / "module.mlir")
     write_file(folder / "compile.log", log.encode())
@@ -246,12 +252,13 @@ def _prune(store: Path) -> None:
     """
     with contextlib.suppress(OSError):
         total = 0
-        for path in _newest_first(store.glob("*.vmfb")):
+        # The folder may have other files too.
+        for path in _newest_first(path for path in store.glob("*.vmfb") if _KEY.fullmatch(path.stem)):
             total += path.stat().st_size
             if total > MAX_CACHE_BYTES:
                 path.with_suffix(".json").unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
-        for path in _newest_first((store / "failed").glob("*"))[MAX_FAILURES:]:
+        for path in _newest_first(path for path in (store / "failed").glob("*") if _KEY.match(path.name))[MAX_FAILURES:]:
             shutil.rmtree(path)
 
 

@@ -92,6 +92,11 @@ def locked(folder: Path) -> contextlib.AbstractContextManager:
     return _lock(folder, wait=True)
 
 
+def is_staging(name: str) -> bool:
+    """Return whether `name` is that of a writer's hidden folder."""
+    return _STAGING.fullmatch(name) is not None
+
+
 def remove_abandoned(folder: Path) -> None:
     """Remove temporary files that killed processes left in `folder`.
 

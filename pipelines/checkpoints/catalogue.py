@@ -16,7 +16,7 @@ from pathlib import Path
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.errors import did_you_mean, similar_path
 from castiron.vmfb.archive import Part
-from castiron.vmfb.cache import cache_folder, cache_path
+from castiron.vmfb.cache import cache_folder, cache_path, claim
 from castiron.vmfb.children import own_group
 from castiron.vmfb.disk import files_below, reason
 from castiron.vmfb.staging import remove_abandoned, staging_folder
@@ -104,6 +104,7 @@ def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Pa
         return cached
     folder = cache_folder("models")
     target = folder / model.file
+    claim(target)
     try:
         with staging_folder(target) as scratch:
             fetched = scratch / model.file

@@ -1,7 +1,8 @@
 """List and clear the files that castiron caches.
 
 The cache is the folder $CASTIRON_CACHE, else $XDG_CACHE_HOME/castiron, else ~/.cache/castiron.
-Except for the history of chats, castiron makes deleted files again when it needs them.
+Except for the history of chats, castiron makes deleted files again when it needs them. Files that
+castiron did not write are neither listed nor cleared, and no link is followed.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import time
 
 from castiron.pipelines.cli.options import add_options
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.terminal import megabytes
+from castiron.pipelines.terminal import megabytes, print_message
 from castiron.vmfb import cache
 from castiron.vmfb.cache import KINDS
 
@@ -54,6 +55,10 @@ def main(args: argparse.Namespace) -> int:
         raise PipelineError("--older-than needs the action clear; use castiron cache clear --older-than DAYS")
     rows = cache.clear(kinds, args.older_than or 0.0) if clears else [row for row in cache.usage() if row.kind in kinds]
     total = sum(row.bytes for row in rows)
+    for row in rows if clears else ():
+        if row.others:
+            names = ", ".join(path.name for path in row.others[:3]) + (", …" if len(row.others) > 3 else "")
+            print_message(f"not cleared, because castiron did not write it: {names} in {row.others[0].parent}")
     if args.json:
         when = lambda seconds: None if seconds is None else time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
         found = [

@@ -333,6 +333,7 @@ def is_open_block(text: str) -> bool:
 
 
 def _prompt_session(history: Path | None) -> Any:
+    from castiron.vmfb.cache import claim
     from castiron.vmfb.staging import PRIVATE_FILE, PRIVATE_FOLDER
 
     try:
@@ -376,6 +377,7 @@ def _prompt_session(history: Path | None) -> Any:
     if history:
         try:
             history.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+            claim(history)
             history.touch(mode=PRIVATE_FILE)
             history.chmod(PRIVATE_FILE)
             stored = FileHistory(history)

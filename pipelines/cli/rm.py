@@ -19,7 +19,7 @@ from castiron.pipelines.errors import PipelineError, did_you_mean
 from castiron.pipelines.locate import is_bundle
 from castiron.pipelines.terminal import megabytes
 from castiron.vmfb.bundle import read_manifest
-from castiron.vmfb.cache import cache_path
+from castiron.vmfb.cache import cache_path, is_own
 from castiron.vmfb.disk import files_below
 from castiron.vmfb.staging import locked
 
@@ -73,7 +73,7 @@ def paths_of(name: str) -> list[Path]:
         return given
     if (known := canonical_name(name)) in CATALOGUE:
         fetched = cache_path("models") / CATALOGUE[known].file
-        cached = [*compiled(known), *[fetched] * fetched.is_file()]
+        cached = [*compiled(known), *[fetched] * (fetched.is_file() and is_own(fetched))]
     else:
         cached = [bundle for bundle in bundles if bundle.name == name] or ([] if path.exists() else compiled(bundle_name(name)))
     if given and cached:
@@ -102,7 +102,7 @@ def remove(path: Path) -> int:
     """Remove a bundle or a downloaded file, and return the number of bytes removed."""
     if path.is_file() or path.is_symlink():
         files = [path]
-    elif path.parent == cache_path("bundles"):
+    elif path.parent == cache_path("bundles") and is_own(path):
         files = [file for file, _ in files_below(path)]
     else:
         # Remove only the bundle's files, because the user may have put others into its directory.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.bundle import Bundle, open_bundle, pack_bundle
-from castiron.vmfb.cache import cache_folder
+from castiron.vmfb.cache import cache_folder, claim
 from castiron.vmfb.manifest import BundleError, dump
 from castiron.vmfb.staging import locked, staging_folder
 
@@ -102,6 +102,8 @@ def _fetched(key: str, source: str, fetch: Callable[[Path], Any]) -> Bundle:
     """
     path = cache_folder("fetched") / key
     lock = path.with_name(f".{key}.lock")
+    claim(path)
+    claim(lock)
     lock.touch()
     with locked(lock):
         if not path.exists():

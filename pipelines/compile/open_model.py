@@ -17,7 +17,8 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.locate import HubName
 from castiron.pipelines.terminal import Progress, print_message
 from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.cache import cache_root
+from castiron.vmfb.cache import cache_folder, cache_root, claim, is_own
+from castiron.vmfb.manifest import BundleError
 
 if TYPE_CHECKING:
     from castiron.pipelines.compile.compiler import Evaluate
@@ -72,19 +73,29 @@ def open_or_compile(
     if (one_sequence or not is_installed()) and existing(cached) is None:
         options, cached = options.for_one_sequence(), quick
     if existing(cached) is None:
-        # Remove the rest of a partly deleted bundle, which the compiler would not replace.
-        shutil.rmtree(cached, ignore_errors=True)
+        cached = cache_folder("bundles") / cached.name
+        if is_own(cached):
+            # Remove the rest of a partly deleted bundle, which the compiler would not replace.
+            shutil.rmtree(cached, ignore_errors=True)
+        claim(cached)
     elif not path.exists() and not is_installed():
         # Where nothing can be compiled, a name needs no download.
         return open_bundle(cached, full_check=full_check)
     kind = "as a draft, with q4_0 weights" if draft else "with default options"
     message = f"compiling {model} once, {kind}; castiron compile takes others" if announce else None
-    built = compile_to(source, cached, options, progress, evaluate, existing(quick), message)
+    arguments = options, progress, evaluate, existing(quick), message
+    try:
+        built = compile_to(source, cached, *arguments)
+    except (OSError, BundleError):
+        # The cache may be read-only, and its bundle made by another version of castiron.
+        if (folder := cache_folder("bundles")) == cached.parent:
+            raise
+        built = compile_to(source, folder / cached.name, *arguments)
     bundle = open_bundle(built, full_check=full_check)
     with contextlib.suppress(OSError):
         # The folder's time is that of the last use, which castiron list shows.
         os.utime(built)
-    if cached != quick:
+    if cached != quick and is_own(quick):
         shutil.rmtree(quick, ignore_errors=True)
     return bundle
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import megabytes, print_message
+from castiron.vmfb.cache import claim
 from castiron.vmfb.disk import reason
 from castiron.vmfb.manifest import Manifest
 from castiron.vmfb.session import Session
@@ -229,6 +230,7 @@ class PrefixStore:
             print_message(f"the state after {len(tokens)} tokens is not stored: {megabytes(size)} exceed --prefix-cache-size")
             return 0
         name = hashlib.sha256(tokens.tobytes()).hexdigest()[:32] + SUFFIX
+        claim(self.folder)
         try:
             # The directory may have existed before, with a mode of its owner's choice.
             self.folder.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)

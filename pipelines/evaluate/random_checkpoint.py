@@ -24,7 +24,7 @@ from castiron.pipelines.compile.weights import codecs_of
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.files import require_free_space
 from castiron.pipelines.terminal import megabytes, print_message
-from castiron.vmfb.cache import cache_folder, cache_path
+from castiron.vmfb.cache import cache_folder, cache_path, claim
 from castiron.vmfb.disk import naming
 from castiron.vmfb.staging import replace_file
 
@@ -145,6 +145,7 @@ def _write(file: str, header: bytes, tensors: Sequence[Tensor], progress: Progre
     if path.is_file() and path.stat().st_size == size and path.open("rb").read(len(header)) == header:
         return path
     path = cache_folder(KIND) / file
+    claim(path)
     what = f"a random checkpoint of {megabytes(size)} with its bundle"
     require_free_space(path, 2 * size, what)
     print_message(f"writing {what}: {path}")

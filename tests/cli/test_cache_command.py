@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 
 from castiron.pipelines.cli import main as cli
-from castiron.vmfb.cache import KINDS, cache_root
+from castiron.pipelines.compile import open_model
+from castiron.pipelines.compile.open_model import cached_path
+from castiron.pipelines.compile.options import Options
+from castiron.pipelines.errors import PipelineError
+from castiron.vmfb import cache as cache_module
+from castiron.vmfb.cache import KINDS, cache_root, claim
+from castiron.vmfb.manifest import BundleError
 from tests.cli.test_cli import complaint
 from tests.support.toy_text import read_json
 
@@ -25,6 +32,7 @@ def filled(tmp_path, monkeypatch):
     monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
     for name, size, days in (("models/a.gguf", 1_000_000, 1), ("compile/k.vmfb", 500_000, 40), ("mine", 9, 90)):
         path = tmp_path / "cache" / name
+        claim(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(size))
         os.utime(path, (time.time() - days * 86400,) * 2)
@@ -88,7 +96,56 @@ def test_a_command_of_the_docs_works(line, capsys):
 
 def test_the_history_of_chats_is_cleared_only_by_name():
     history = cache_root() / "chat" / "history"
-    history.parent.mkdir()
+    claim(history)
     history.write_text('"hi"\n')
     assert cli.main(["cache", "clear"]) == 0 and history.exists()
     assert cli.main(["cache", "clear", "chat"]) == 0 and not history.exists()
+
+
+def test_a_model_of_the_users_is_not_cleared_and_reported(capsys):
+    model = cache_root() / "models" / "mine.gguf"
+    model.write_bytes(b"mine")
+    assert cli.main(["cache", "clear"]) == 0
+    err = capsys.readouterr().err
+    assert model.read_bytes() == b"mine" and err.count("\n") == 1 and f"mine.gguf in {model.parent}" in err
+    assert not (cache_root() / "models" / "a.gguf").exists()
+
+
+def test_a_folder_of_the_users_with_the_name_of_a_bundle_stays(path, tmp_path, capsys, monkeypatch):
+    """Neither the first run of a model, nor one with all functions, nor castiron rm deletes it."""
+
+    def fail(model, out, *_):
+        raise PipelineError(f"{out} is not empty")
+
+    (checkpoint := tmp_path / "checkpoint").mkdir()
+    folder = cached_path(checkpoint, Options().for_one_sequence())
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    monkeypatch.setattr(open_model, "compile_to", fail)
+    assert cli.main(["run", str(checkpoint), "a", "-n", "1", "--raw"]) == 1
+    assert str(folder) in complaint(capsys) and (folder / "notes.txt").read_text() == "mine"
+    assert cli.main(["rm", str(checkpoint)]) == 1 and (folder / "notes.txt").exists()
+    monkeypatch.setattr(open_model, "compile_to", lambda *_: path)
+    assert open_model.open_or_compile(checkpoint).path == path and (folder / "notes.txt").exists()
+
+
+def test_a_cache_that_cannot_be_written_compiles_into_a_temporary_folder(path, tmp_path, capsys, monkeypatch):
+    """Also if it has a bundle of another version of castiron."""
+    (checkpoint := tmp_path / "checkpoint").mkdir()
+    cached, made = cached_path(checkpoint, Options()), []
+
+    def compile_to(model, out, *_):
+        made.append(out)
+        if out == cached:
+            raise BundleError(f"cannot write {out}: Read-only file system")
+        return path
+
+    monkeypatch.setattr(cache_module, "_reported", [])
+    monkeypatch.setattr(open_model, "compile_to", compile_to)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    run = ["run", str(checkpoint), "a", "-n", "1", "--raw"]
+    assert cli.main(run) == 0
+    shutil.copytree(path, cached)
+    assert cli.main(run) == 0
+    assert capsys.readouterr().err.count("cannot be written (no permission to write)") == 1
+    assert [path.is_relative_to(cache_root()) for path in made] == [False, True, False]

@@ -16,6 +16,7 @@ from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.open_model import cached_path
 from castiron.pipelines.compile.options import Options
 from castiron.pipelines.errors import error_message
+from castiron.vmfb.cache import claim
 from tests.cli.test_cli import complaint
 from tests.support import toy_text
 from tests.support.tiny_gguf import write_llama
@@ -152,9 +153,10 @@ def test_list_and_rm_know_the_bundles_of_the_cache(bundle, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     cached, fetched = tmp_path / "cache/bundles", tmp_path / "cache/models" / CATALOGUE["gemma-3-270m"].file
     for name in ("gemma-3-270m", "gemma-3-270m-12345678", "other-12345678"):
+        claim(cached / name)
         shutil.copytree(bundle, cached / name)
     os.utime(cached / "other-12345678", (0, 0))
-    fetched.parent.mkdir()
+    claim(fetched)
     fetched.write_bytes(bytes(1000))
     assert cli.main(["list", "--json"]) == cli.main(["list"]) == 0
     found, _, text = capsys.readouterr().out.partition("\n")
@@ -178,7 +180,7 @@ def test_list_and_rm_know_the_bundles_of_the_cache(bundle, tmp_path, monkeypatch
         assert cli.main(["rm", name, "--json"]) == 0
         result = read_json(capsys.readouterr().out)
         assert result["removed"] == list(map(str, gone)) and result["bytes"] > 1000
-    assert list(cached.iterdir()) == list(fetched.parent.iterdir()) == [] and os.listdir("mine") == ["notes"]
+    assert list(cached.glob("[!.]*")) == list(fetched.parent.glob("[!.]*")) == [] and os.listdir("mine") == ["notes"]
     assert cli.main(["rm", "mine"]) == 1
     assert "mine: no such bundle; castiron list shows bundles" in complaint(capsys)
 
