@@ -51,7 +51,7 @@ REPORT_SECONDS = 60.0
 # Options with an effect on plain prompts only: requests in OpenAI's format set them in their bodies.
 PROMPT_OPTIONS = {
     "max_tokens", "ignore_eos", "system", "raw", "temperature", "temperature_schedule", "top_k", "top_p", "min_p",
-    "repeat_penalty", "stop", "repetition_stop", "json_schema",
+    "repeat_penalty", "repeat_last_n", "stop", "repetition_stop", "json_schema",
 }  # fmt: skip
 # Options that change answers. They are part of a record's key, as is the seed.
 ANSWER_OPTIONS = PROMPT_OPTIONS | {"template_arg", "embed", "prompt_name", "dimensions", "name"}

@@ -52,7 +52,8 @@ HELP += '''
 Ctrl-C stops an answer. A paste is one message, and so are the lines between two """. Tab completes commands, settings
 and files; the up arrow recalls what was typed.'''
 # Fields of Sampling that have an option.
-SAMPLING = {"temperature": float, "top-k": int, "top-p": float, "min-p": float, "repeat-penalty": float, "seed": int}
+SAMPLING = {"temperature": float, "top-k": int, "top-p": float, "min-p": float, "repeat-penalty": float, "repeat-last-n": int,
+            "seed": int}  # fmt: skip
 SETTINGS = (*SAMPLING, "max-tokens", "system")
 NONE = "none"
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import castiron
+from castiron.pipelines.cli.foreign_flags import translated
 from castiron.pipelines.cli.options import check_models_exist, check_not_empty, check_threads, model_first, note_ignored
 from castiron.pipelines.errors import did_you_mean, error_message, similar_path
 from castiron.pipelines.terminal import sanitised
@@ -79,6 +80,11 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises UsageError with a one-line message."""
 
     def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message and (flag := next((word for word in unknown.split() if word.startswith("--")), "")):
+            name = flag.partition("=")[0]
+            known = [each for each in self._option_string_actions if each.startswith("--")]
+            message = f"unknown option: {name}{did_you_mean(name, known)}"
         raise UsageError(f"{self.prog.removeprefix('castiron ')}: {message}; see {self.prog} --help")
 
 
@@ -151,7 +157,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"{unknown or 'a command is required'}; see castiron --help")
     parser = command_parser(name)
     # The words of a prompt may come before and after options.
-    return parser.parse_intermixed_args(model_first(parser, argv[1:]))
+    return parser.parse_intermixed_args(model_first(parser, list(translated(parser, name, argv[1:]))))
 
 
 def command_parser(name: str, parser: Parser | None = None) -> Parser:

@@ -32,6 +32,7 @@ GPUS = {"vulkan": "vulkan", "cuda": "cuda", "hip": "rocm", "metal": "metal"}
 PATHS_AND_NAMES = ("MODEL", "DIR|MODEL", "MODEL|DIR", "DIR", "FILE", "PATH", "IN", "OUT", "BASE", "NAME", "NxN")
 # Options that have no effect in greedy decoding.
 DRAWING = ("top_k", "top_p", "min_p", "seed")
+PENALTY = ("repeat_penalty", "repeat_last_n")
 
 
 def token_ids(text: str) -> list[int]:
@@ -320,7 +321,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool
         ("--top-k", int, "K", f"sample from the K most likely tokens (default: {own}0, all)"),
         ("--top-p", float, "P", f"sample from the top tokens of total probability P (default: {own}1)"),
         ("--min-p", float, "P", f"drop tokens below P times the top probability (default: {own}0)"),
-        ("--repeat-penalty", float, "X", f"penalise the last 64 tokens (default: {own}1, off)"),
+        ("--repeat-penalty", float, "X", f"penalise the last tokens (default: {own}1, off)"),
+        ("--repeat-last-n", int, "N", f"how many tokens this counts; -1 is all (default: {own}64)"),
         ("--seed", int, "N", "seed of the random numbers, for repeatable text"),
     ):
         group.add_argument(*flag.split(), type=kind, metavar=metavar, help=text)
@@ -348,7 +350,7 @@ def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None =
 
     StopStrings(args.stop)
     own = None if generation is None else model_sampling(generation)
-    given = {name: getattr(args, name) for name in (*DRAWING, "temperature", "temperature_schedule", "repeat_penalty")}
+    given = {name: getattr(args, name) for name in (*DRAWING, "temperature", "temperature_schedule", *PENALTY)}
     given = {name: value for name, value in given.items() if value is not None}
     sampling = (own or Sampling()).with_options(**given)
     idle = [f"--{name.replace('_', '-')}" for name in DRAWING if name in given]

@@ -275,3 +275,16 @@ def test_errors_have_anthropics_types(app, client, monkeypatch):
     with pytest.raises(anthropic.OverloadedError) as busy:
         client.messages.create(model="tiny", messages=HI, max_tokens=1)
     assert busy.value.status_code == 529 and busy.value.type == "overloaded_error"
+
+
+def test_values_at_the_ends_of_ranges_have_their_meaning(client):
+    def create(extra: dict | None = None, **more):
+        asked = {"model": "checkpoint", "messages": HI, "max_tokens": 20} | more
+        return client.messages.create(**asked, extra_body={"ignore_eos": True, "temperature": 0} | (extra or {}))
+
+    greedy = create()
+    assert create({"temperature": 1, "top_p": 0}).content == create(stop_sequences=[""]).content == greedy.content
+    warmed = create(max_tokens=0, system="warm this")
+    assert (warmed.content, warmed.stop_reason, warmed.usage.output_tokens) == ([], "max_tokens", 0)
+    read = warmed.usage.input_tokens + warmed.usage.cache_read_input_tokens
+    assert create(system="warm this").usage.cache_read_input_tokens >= read - 1

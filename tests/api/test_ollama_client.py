@@ -132,3 +132,12 @@ def test_a_server_streams_as_it_generates(talking_path, tmp_path):
     with served.served(talking_path, tmp_path / "log") as running:
         parts = asyncio.run(read(running.url))
         assert "".join(parts) == ollama.Client(running.url).chat("checkpoint", HI, options=OPTIONS).message.content
+
+
+def test_values_at_the_ends_of_ranges_have_their_meaning(client):
+    ask = lambda **options: client.chat("checkpoint", HI, options=OPTIONS | {"num_predict": 20} | options).message.content
+    greedy = ask()
+    assert ask(temperature=1, top_p=0) == ask(temperature=-1) == ask(stop=[""]) == ask(top_p=1.5, top_k=-1) == greedy
+    assert ask(repeat_penalty=50.0, repeat_last_n=0) == greedy != ask(repeat_penalty=50.0, repeat_last_n=-1)
+    long = [{"role": role, "content": "word " * 6} for _ in range(9) for role in ("user", "assistant")]
+    assert client.chat("checkpoint", [*long, *HI], options={"num_predict": 4}).prompt_eval_count <= talking.CONTEXT

@@ -327,3 +327,25 @@ def test_a_failed_model_ends_the_stream_with_an_error(app, monkeypatch):
     assert failed.response.status == "failed" and "the model failed" in failed.response.error.message
     answer = app.post(PATH, json=ASKED)
     assert answer.status_code == 500 and answer.json()["error"]["code"] == "model_failure"
+
+
+def test_values_at_the_ends_of_ranges_have_their_meaning(client):
+    asked = {"model": "checkpoint", "input": "hi", "max_output_tokens": 16, "extra_body": {"ignore_eos": True}}
+    greedy = client.responses.create(**asked, temperature=0).output_text
+    assert client.responses.create(**asked, temperature=1, top_p=0, max_tool_calls=0).output_text == greedy
+    assert client.responses.create(**asked, temperature=0, text={"verbosity": "low"}).output_text == greedy
+    long = [{"role": role, "content": "word " * 6} for _ in range(9) for role in ("user", "assistant")]
+    answer = client.responses.create(**asked | {"input": [*long, {"role": "user", "content": "hi"}]}, truncation="auto")
+    assert answer.truncation == "auto" and answer.usage.input_tokens <= talking.CONTEXT
+    chat = {
+        "model": "checkpoint",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 16,
+        "extra_body": {"ignore_eos": True},
+    }
+    texts = [
+        client.chat.completions.create(**chat, temperature=1, top_p=0, stop=stop).choices[0].message for stop in ("", [""])
+    ]
+    assert (
+        texts[0].content == texts[1].content == client.chat.completions.create(**chat, temperature=0).choices[0].message.content
+    )

@@ -169,16 +169,16 @@ def test_a_new_system_message_keeps_the_conversation(make):
 def test_set_changes_every_sampling_option(make):
     chat = make(max_tokens=1024)
     assert settings(chat) == {
-        "temperature": "0", "top-k": "0", "top-p": "1", "min-p": "0", "repeat-penalty": "1", "seed": "none",
+        "temperature": "0", "top-k": "0", "top-p": "1", "min-p": "0", "repeat-penalty": "1", "repeat-last-n": "64", "seed": "none",
         "max-tokens": "1024", "system": "none",
     }  # fmt: skip
-    wanted = {"temperature": "0.7", "top-k": "40", "top-p": "0.9", "min-p": "0.05", "repeat-penalty": "1.1", "seed": "7",
-              "max-tokens": "3", "system": "x y"}  # fmt: skip
+    wanted = {"temperature": "0.7", "top-k": "40", "top-p": "0.9", "min-p": "0.05", "repeat-penalty": "1.1",
+              "repeat-last-n": "-1", "seed": "7", "max-tokens": "3", "system": "x y"}  # fmt: skip
     for name, value in wanted.items():
         change(chat, name, value)
         assert settings(chat, name) == {name: value}
     assert settings(chat) == wanted
-    assert chat.sampler.sampling == Sampling(0.7, 40, 0.9, 0.05, 1.1, 7) and chat.max_tokens == 3
+    assert chat.sampler.sampling == Sampling(0.7, 40, 0.9, 0.05, 1.1, 7, repeat_last_n=-1) and chat.max_tokens == 3
     for name in ("seed", "system"):
         change(chat, name, "none")
         assert settings(chat, name) == {name: "none"}
