@@ -249,26 +249,15 @@ def _chat_request(body: OllamaGeneration, messages: list[dict], tools: Iterable[
 
 
 def _messages(messages: Iterable[OllamaMessage]) -> list[dict[str, Any]]:
-    """Convert messages to OpenAI's format.
-
-    Ollama's clients send no ids of tool calls, but some chat templates need them. A call without an
-    id gets a number. A tool result without an id gets the id of the first unanswered call to the
-    same function.
-    """
-    found, open_calls = list[dict[str, Any]](), list[tuple[str, str]]()
+    """Convert messages to OpenAI's format."""
+    found = []
     for message in messages:
-        fields = {"role": message.role, "content": message.content or "", "reasoning_content": message.thinking}
+        fields: dict[str, Any] = {"role": message.role, "content": message.content, "reasoning_content": message.thinking}
         if message.role == "tool":
-            matching = [call for call in open_calls if message.tool_name in (None, call[1])]
-            call_id = message.tool_call_id or (matching[0][0] if matching else None)
-            open_calls = [call for call in open_calls if call[0] != call_id]
-            fields |= {"tool_call_id": call_id, "name": message.tool_name}
-        for number, call in enumerate(message.tool_calls or ()):
-            call_id = str(call.get("id") or f"{len(found):04d}{number:05d}")
-            function = call.get("function") if isinstance(call.get("function"), dict) else {}
-            open_calls.append((call_id, str(function.get("name"))))
-            fields.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+            fields |= {"tool_call_id": message.tool_call_id, "name": message.tool_name}
         found.append({name: value for name, value in fields.items() if value is not None})
+        if message.tool_calls:
+            found[-1]["tool_calls"] = [{"id": call.get("id"), "function": call.get("function")} for call in message.tool_calls]
     return found
 
 

@@ -15,6 +15,7 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import App, open_api, open_app
 from castiron.pipelines.server.metrics import Metrics
 from castiron.pipelines.server.served_models import ModelPool
+from castiron.pipelines.text.history import normal_messages
 from castiron.vmfb.bundle import open_bundle
 from tests.api.test_responses import COLOUR
 from tests.support import talking
@@ -116,7 +117,7 @@ def test_ids_link_results_to_the_calls_of_their_function():
     calls = [{"function": {"name": name, "arguments": {}}} for name in ("f", "g", "f")]
     results = [{"role": "tool", "tool_name": name, "content": name} for name in ("g", "f", "f")]
     given = [{"role": "assistant", "tool_calls": calls}, *results]
-    first, *rest = _messages([OllamaMessage.model_validate(message) for message in given])
+    first, *rest = normal_messages(_messages([OllamaMessage.model_validate(message) for message in given]))
     f, g, other_f = (call["id"] for call in first["tool_calls"])
     assert [message["tool_call_id"] for message in rest] == [g, f, other_f] and len({f, g, other_f}) == 3
 

@@ -18,6 +18,7 @@ from castiron.pipelines.text.history import text_of
 from castiron.pipelines.text.tool_calls import Tools, read_calls
 from tests.models.checkpoints import fetch
 from tests.support.histories import PARAMETERS as ODD_PARAMETERS
+from tests.support.histories import SPECIAL as OWN_SPECIAL
 from tests.support.histories import Histories, api_of, prompt_of, tokenizer_of
 
 CITY = {"type": "string", "description": 'the <city>: Zürich & "more"'}
@@ -125,7 +126,7 @@ UNUSABLE = "firefunction"
 MOVING = ("Mistral-Nemo", "Mistral-Small", "Apriel-1.5", "muse-glimmer")
 # They write the turns after the last user's message in another way, even without reasoning.
 LAST_TURNS = ("StepFun", "Qwen3.5", "gpt-oss")
-HISTORIES = 40
+HISTORIES = 25
 
 
 def usable() -> dict[str, str]:
@@ -146,11 +147,13 @@ def test_every_text_of_an_odd_history_is_in_the_prompt():
 def test_histories_that_transformers_renders_completely_are_rendered_as_there():
     same = 0
     for name, template in usable().items():
-        tokenizer = tokenizer_of(template)
+        tokenizer, has_format = tokenizer_of(template), tool_format_of(template, OWN_SPECIAL) is not None
         for seed in range(HISTORIES):
             history = Histories(Random(seed), is_odd=False)
             messages, tools = history.messages(seed % 5), history.tools(ODD_PARAMETERS[:1])
-            given = {"tools": tools, "chat_template": template, "add_generation_prompt": True, **SPECIAL}
+            # Tools are described as text if the format of calls is unknown.
+            tools = tools if has_format else None
+            given = {"tools": tools, "chat_template": template, "add_generation_prompt": True, **OWN_SPECIAL}
             try:
                 (expected,), _ = render_jinja_template([messages], **given)
             except Exception:

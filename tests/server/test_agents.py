@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from castiron.pipelines.compile.compiler import compile_model
 from castiron.pipelines.compile.options import Options
 from castiron.pipelines.server import exchange
+from castiron.pipelines.server.app import open_app
 from castiron.pipelines.server.exchange import EventStream
+from castiron.pipelines.text.tokenizer import Tokenizer
 from tests.support import served
 
 REQUESTS = json.loads((Path(__file__).parents[1] / "support/agent_requests.json").read_text())
@@ -77,6 +80,62 @@ def path(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("agents")
     made = served.checkpoint(folder / "checkpoint", served.TOOLS_TEMPLATE, max_position_embeddings=CONTEXT)
     return compile_model(made, folder / "tiny", Options(context=CONTEXT, batch=(4,), speculate=())).bundle
+
+
+# Rejects a system message after the first message, as Qwen3.5's template does.
+STRICT = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('late') }}{% endif %}{{ m.role[0] }}:{{ m.content }}" + served.CALLS
+    + ";{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)  # fmt: skip
+
+
+def answered(path: str, number: int) -> tuple[str, dict[str, Any], list[dict]]:
+    """Return (field of the messages, other fields, messages of one more turn) for a request of an API."""
+    words = f"number {number}"
+    if number % 2 and path in CONTINUED:
+        field, turn = CONTINUED[path]
+    else:
+        field = CONTINUED[path][0]
+        turn = [{"role": "assistant", "content": f"answer {words}"}, {"role": "user", "content": f"question {words}"}]
+    late = {"role": "system", "content": f"reminder {words}"}
+    billing = f"x-anthropic-billing-header: cc_version=2.1.331.{number}ab; cc_entrypoint=cli; cch={number}f0c1;"
+    first = {
+        "/v1/messages": {"system": [{"type": "text", "text": billing}, {"type": "text", "text": "You are an agent. " * 9}]}
+    }
+    return field, first.get(path, {}), [*turn, late] if path == "/v1/messages" or number % 2 else [turn[0], late, *turn[1:]]
+
+
+@pytest.fixture(scope="module", params=["any place", "first place"])
+def app(request, path):
+    with TestClient(open_app(path, threads=1)) as client:
+        api = client.app.api
+        if request.param == "first place":
+            old = api.tokenizer
+            api.tokenizer = Tokenizer(old.backend, STRICT, old.bos, old.eos, tool_format=old.tool_format)
+        yield client
+
+
+@pytest.mark.parametrize("api", CONTINUED)
+def test_a_turn_never_lowers_the_number_of_cached_tokens(app, api):
+    """A line for accounting and later system messages leave the prompt before them as it is."""
+    tools = expanded(REQUESTS[next(name for name in REQUESTS if REQUESTS[name]["path"].startswith(api))]["body"]["tools"], "")
+    messages: list[dict] = [{"role": "user", "content": f"Read the files, {api}."}]
+    before = cached = 0
+    for number in range(6):
+        field, first, turn = answered(api, number)
+        body = {"model": "checkpoint", LIMITS.get(api, "max_tokens"): 1, "tools": tools, field: messages, **first}
+        answer = app.post(api, json=body)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        found = usage.get("cache_read_input_tokens")
+        if found is None:
+            found = (usage.get("input_tokens_details") or usage["prompt_tokens_details"])["cached_tokens"]
+        prompt = usage.get("prompt_tokens") or usage["input_tokens"] + (found if "messages" in api else 0)
+        # The prompt before ends in the start of an answer.
+        assert found >= max(cached, before - len(";a:"))
+        before, cached, messages = prompt, found, messages + turn
+    assert cached > 0.8 * prompt
 
 
 def stored(cache: Path) -> list[Path]:

@@ -1,0 +1,89 @@
+"""Each API brings any history to any template."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+
+from castiron.pipelines.api import messages, ollama, responses_request
+from castiron.pipelines.api.request_body import parse_record
+from castiron.pipelines.api.schemas import ChatRequest
+from tests.support.histories import KINDS, Histories, api_of, prompt_of
+
+COUNT = 12
+
+
+def arguments_of(call: dict) -> dict:
+    try:
+        found = json.loads(call["function"]["arguments"])
+        json.dumps(found, ensure_ascii=False).encode()
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"text": call["function"]["arguments"]}
+
+
+def anthropic(history: list[dict], tools: list[dict] | None) -> ChatRequest:
+    turns: list[dict[str, Any]] = []
+    for message in history:
+        content = message["content"] or ""
+        match message["role"]:
+            case "tool":
+                block = {"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": content}
+                turns.append({"role": "user", "content": [block]})
+            case "assistant":
+                text = [{"type": "text", "text": content}] if isinstance(content, str) else content
+                calls = [
+                    {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments_of(call)}
+                    for call in message.get("tool_calls", ())
+                ]
+                turns.append({"role": "assistant", "content": [*text, *calls]})
+            case role:
+                turns.append({"role": "user" if role == "user" else "system", "content": content})
+    given = {"messages": turns, "max_tokens": 1}
+    if tools:
+        given["tools"] = [
+            {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"] or {}} for tool in tools
+        ]
+    return messages.chat_request(parse_record(messages.MessagesRequest, given), ())
+
+
+def responses(history: list[dict], tools: list[dict] | None) -> ChatRequest:
+    items: list[dict[str, Any]] = []
+    for message in history:
+        if message["role"] == "tool":
+            output = message["content"] or ""
+            items.append({"type": "function_call_output", "call_id": message["tool_call_id"], "output": output})
+            continue
+        items.append({"role": message["role"], "content": message["content"] or ""})
+        items += [
+            {"type": "function_call", "call_id": call["id"], **call["function"]} for call in message.get("tool_calls", ())
+        ]
+    given = {"input": items, "tools": [{"type": "function", **tool["function"]} for tool in tools or ()] or None}
+    body = parse_record(responses_request.ResponsesRequest, given)
+    return responses_request.chat_request(body, [], responses_request.messages_of(body.items(lambda _: None)))
+
+
+def ollamas(history: list[dict], tools: list[dict] | None) -> ChatRequest:
+    given: list[dict[str, Any]] = []
+    for message in history:
+        content = message["content"] or ""
+        text = content if isinstance(content, str) else content[0]["text"]
+        given.append({"role": message["role"], "content": text})
+        if calls := message.get("tool_calls"):
+            given[-1]["tool_calls"] = [{"function": {"name": "look", "arguments": arguments_of(call)}} for call in calls]
+    body = parse_record(ollama.OllamaChatRequest, {"messages": given, "tools": tools})
+    return ollama._chat_request(body, ollama._messages(body.messages), body.tools)
+
+
+@pytest.mark.parametrize("convert", [anthropic, responses, ollamas])
+def test_every_text_of_an_odd_history_is_in_the_prompt(convert):
+    for kind, template in KINDS.items():
+        api = api_of(template)
+        for seed in range(COUNT):
+            history = Histories(Random(seed))
+            given, tools = history.messages(seed % 7), history.tools()
+            prompt = prompt_of(api, convert(given, tools))
+            assert not [text for text in history.texts if text not in prompt], (kind, seed, given, prompt)
