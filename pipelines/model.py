@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, get_arg
 
 import numpy as np
 
-from castiron.pipelines.compile.open_model import compile_to, is_bundle, open_or_compile, options_of
+from castiron.pipelines.compile.open_model import check_draft_model, compile_to, is_bundle, open_or_compile, options_of
 from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.prefix_store import PrefixStore
 from castiron.pipelines.engine.request import DEFAULT_MAX_TOKENS, Request
@@ -398,6 +398,8 @@ def load(
     check_names(options, _option_names("threads", "context", "progress", "prefix_cache", "draft", "parse_special"))
     _check_kinds({"model": model, "threads": threads, "context": context, "draft": draft, "prefix_cache": prefix_cache})
     chosen = None if is_bundle(model) and not options else options_of(**{"threads": threads, **options})
+    if draft is not None:
+        check_draft_model(draft, model, chosen, progress)
     bundle = open_or_compile(model, chosen, progress, evaluate=own_accuracy)
     if context is not None:
         bundle = bundle.with_context(context)

@@ -57,10 +57,12 @@ def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
     If the options are given, the engine uses the draft model of --draft for speculative decoding,
     and stores prefix caches in the folder of --prefix-cache.
     """
-    from castiron.pipelines.compile.open_model import require_generation
+    from castiron.pipelines.compile.open_model import check_draft_model, require_generation
     from castiron.pipelines.engine.engine import Engine
     from castiron.pipelines.engine.memory import mapped_weights, warn_of_shortage
 
+    if args.draft is not None:
+        check_draft_model(args.draft, args.bundle)
     one_sequence = args.draft is args.speculate is args.prefix_cache is None
     bundle, draft = require_generation(open_model(args.bundle, args, one_sequence)), None
     store = prefix_store(args, bundle.manifest)

@@ -83,6 +83,7 @@ def main(args: argparse.Namespace) -> int:
     # Imported before the model is loaded, so that a missing package is reported at once.
     from castiron.pipelines.api.generation_api import GenerationApi
     from castiron.pipelines.api.model_api import Limits, names_of
+    from castiron.pipelines.compile.open_model import check_draft_model
     from castiron.pipelines.engine.memory import print_memory, slots_of
     from castiron.pipelines.server.app import Access, App, open_api
     from castiron.pipelines.server.http_server import listen, serve, url
@@ -99,6 +100,8 @@ def main(args: argparse.Namespace) -> int:
               "parse_special": args.parse_special}  # fmt: skip
     with listen(args.host, args.port) as listening:
         local = ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback
+        if args.draft:
+            check_draft_model(args.draft, args.bundle[0])
         bundles = [open_model(path, args) for path in args.bundle]
         metrics, access = Metrics(), Access(keys, pages, local, args.share_prefixes)
         open_one = lambda bundle, names, draft=None: open_api(

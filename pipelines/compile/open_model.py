@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from castiron.pipelines.compile.compiler import Evaluate
     from castiron.pipelines.compile.options import Options
     from castiron.pipelines.compile.options import Progress as Report
+    from castiron.pipelines.text.generation import Vocabulary
 
 _lock = threading.Lock()
 
@@ -98,6 +99,49 @@ def open_or_compile(
     if cached != quick and is_own(quick):
         shutil.rmtree(quick, ignore_errors=True)
     return bundle
+
+
+def check_draft_model(
+    draft: str | Path | Bundle, model: str | Path | Bundle, options: Options | None = None, progress: Report | None = None
+) -> None:
+    """Raise PipelineError if `draft` has another vocabulary than `model`, before either is compiled.
+
+    Both are bundles or checkpoints, as for `open_or_compile`; a named checkpoint is downloaded. options: those with which
+    `model` will be compiled.
+    """
+    from castiron.pipelines.compile.options import Options
+    from castiron.pipelines.text.generation import check_verifies, check_vocabularies
+
+    if is_bundle(model):
+        if is_bundle(draft):
+            return  # `open_draft` compares these
+        check_verifies(open_bundle(model if isinstance(model, Bundle) else Path(model).expanduser()))
+    with Progress(quiet=progress is not None) as bar:
+        found = [_vocabulary(*each, progress or bar) for each in ((draft, Options.for_draft()), (model, options or Options()))]
+    check_vocabularies(*found)
+
+
+def _vocabulary(model: str | Path | Bundle, options: Options, progress: Report) -> Vocabulary:
+    from castiron.emitter.models import read_config
+    from castiron.pipelines.checkpoints.catalogue import canonical_name
+    from castiron.pipelines.checkpoints.checkpoint import check_tokenizer, tokenizer_of
+    from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+    from castiron.pipelines.compile.compiler import existing
+    from castiron.pipelines.text.generation import Vocabulary
+    from castiron.pipelines.text.tokenizer import Tokenizer
+
+    path = model.path if isinstance(model, Bundle) else Path(model).expanduser()
+    source = path if path.exists() else canonical_name(model)
+    paths = [path] if is_bundle(model) else [cached_path(source, each) for each in (options, options.for_one_sequence())]
+    if bundle := next(filter(None, map(existing, paths)), None):
+        return Vocabulary.of(bundle)
+    checkpoint = open_checkpoint(source, progress)
+    if checkpoint.encoding:
+        raise PipelineError(f"{checkpoint.path} is an embedding model, for which there are no drafts; leave --draft out")
+    size = read_config(checkpoint.config).vocab
+    content = check_tokenizer(checkpoint, size)
+    load = lambda: Tokenizer(tokenizer_of(checkpoint.tokenizer or {}, checkpoint.path), vocab=size)
+    return Vocabulary(checkpoint.path, size, content and hashlib.sha256(content).hexdigest(), load)
 
 
 def compile_to(

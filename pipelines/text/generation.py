@@ -317,19 +317,48 @@ def check_draft(draft: Bundle, target: Bundle) -> None:
     """
     if draft.manifest.encoder:
         raise PipelineError(f"{draft.path} is an embedding model and cannot be a draft; take one that generates text")
+    check_verifies(target)
+    check_vocabularies(*(Vocabulary.of(bundle) for bundle in (draft, target)))
+
+
+def check_verifies(target: Bundle) -> None:
+    """Raise PipelineError if a bundle cannot check the tokens that a draft model proposes."""
     if not target.manifest.widths("verify"):
         raise PipelineError(f"{target.path} has no verify functions, which a draft needs; compile it with --speculate 2,4,8")
-    mine, others = draft.manifest, target.manifest
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The vocabulary of a bundle or a checkpoint, to compare with that of another.
+
+    size: number of tokens of the model. sha256: hash of its tokenizer.json; None without one. tokenizer: function
+    that loads it.
+    """
+
+    path: Path
+    size: int
+    sha256: str | None
+    tokenizer: Callable[[], Tokenizer]
+
+    @classmethod
+    def of(cls, bundle: Bundle) -> Vocabulary:
+        """Return the vocabulary of a bundle."""
+        file = bundle.manifest.files.get(TOKENIZER)
+        return cls(bundle.path, bundle.manifest.vocab, file and file.sha256, lambda: load_tokenizer(bundle))
+
+
+def check_vocabularies(draft: Vocabulary, target: Vocabulary) -> None:
+    """Raise PipelineError if a draft model and its target have different vocabularies."""
     # Equal tokenizer files have equal vocabularies; different files may differ in other parts only.
-    if mine.vocab == others.vocab and mine.files.get(TOKENIZER) == others.files.get(TOKENIZER):
+    if draft.size == target.size and draft.sha256 == target.sha256:
         return
-    if not (draft.tokenizer and target.tokenizer):
-        bare = target if draft.tokenizer else draft
+    if not (draft.sha256 and target.sha256):
+        bare = target if draft.sha256 else draft
         raise PipelineError(
             f"{bare.path} has no tokenizer, so the vocabularies of {draft.path} and {target.path} cannot be compared; "
             "compile it from a checkpoint with a tokenizer"
         )
-    tokens = [load_tokenizer(each).vocabulary for each in (draft, target)]
+    tokens = [each.tokenizer().vocabulary for each in (draft, target)]
     # Unused ids at the end have empty bytes.
     pairs = enumerate(zip_longest(*tokens, fillvalue=b""))
     differs = next((index for index, (first, second) in pairs if first != second), None)

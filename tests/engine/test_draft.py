@@ -248,7 +248,7 @@ def test_a_checkpoint_given_as_a_draft_is_compiled_for_speed(target, small, caps
 
 def bundle_with(tokens=None, vocab=3, verify=(4,), name="x"):
     """Return a bundle as far as `check_draft` reads it; `tokens`: None without a tokenizer."""
-    files = {} if tokens is None else {TOKENIZER: repr(tokens)}
+    files = {} if tokens is None else {TOKENIZER: SimpleNamespace(sha256=repr(tokens))}
     manifest = SimpleNamespace(encoder=None, vocab=vocab, files=files, widths=lambda role: verify)
     return SimpleNamespace(path=name, manifest=manifest, tokenizer=tokens, tokens=tokens)
 
