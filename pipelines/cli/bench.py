@@ -15,7 +15,7 @@ from castiron.pipelines.compile.open_model import require_cpu, require_generatio
 from castiron.pipelines.compile.parts import KINDS
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate.random_checkpoint import SHAPES
-from castiron.pipelines.terminal import Progress
+from castiron.pipelines.terminal import Progress, print_message
 from castiron.vmfb.disk import write_text
 
 KERNELS = "\n".join(f"  {name:<18} {kind.shape}" for name, kind in KINDS.items())
@@ -37,10 +37,10 @@ ttft_ms (from process start to the first token after a 32-token prompt), rss_mb 
 (median, min, max, values); castiron also has decode_roofline (share of the read bandwidth) and
 prefill_peak_share (of the f32 peak), null for unknown work; machine with read_gb_s and
 peak_gflop_s; ratios (above 1: castiron is better); settings; missing (peers that could not be
-measured, and why).
+measured, and why); busy (what shows that other programs ran meanwhile, a list of texts).
 With --kernel: kernel, us (time of a call minus overhead_us, that of an empty call), calls, bytes,
 flops, gb_s, gflop_s, bound (memory, compute or cache), limit_share (null in cache), runs, machine,
-settings.
+settings, busy.
 """
 NAMES = ("llama.cpp", "hf")
 # What is measured -> options that have no effect on it.
@@ -83,7 +83,7 @@ def peers(text: str) -> tuple[str, ...]:
 
 
 def main(args: argparse.Namespace) -> int:
-    from castiron.pipelines.evaluate import bench, bench_kernel
+    from castiron.pipelines.evaluate import bench, bench_kernel, machine
     from castiron.pipelines.evaluate.bench_engines import Settings
     from castiron.pipelines.evaluate.machine import Machine
     from castiron.vmfb.bundle import open_bundle
@@ -108,6 +108,8 @@ def main(args: argparse.Namespace) -> int:
     if args.output:
         write_text(args.output, json.dumps(result, indent=2) + "\n")
     print(json.dumps(result) if args.json else table(result))
+    if result["busy"]:
+        print_message(machine.busy_message(result["busy"]))
     return 0
 
 

@@ -47,6 +47,11 @@ LARGE = 4
 # Seconds of a measurement, for limits and kernels alike, so that both run at the same clock rate.
 LOAD_SECONDS = 0.3
 
+# Without other programs, repeated measurements differ by up to the first factor, and shares of limits are up to the second.
+STEADY, LIKELY = 1.25, 1.05
+# How many times a measurement is repeated that other programs disturbed.
+ATTEMPTS = 3
+
 # By name of a limit: its arithmetic. `_PEAK_OF`: by a part of a kernel's name, the limit of the kernel; others have f32's.
 PEAKS = {"peak_gflop_s": "f32", "peak_bytes_gop_s": "bytes", "peak_pairs_gflop_s": "bf16", "peak_matrix_gflop_s": "tiles"}
 _PEAK_OF = {
@@ -298,6 +303,25 @@ def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: M
     reading, computing = nbytes / limits["read_gb_s"] / 1e9, flops / limits[peak_of(kernel)] / 1e9
     bound = "compute" if computing >= reading else "memory" if reading <= seconds else "cache"
     return bound, None if bound == "cache" else max(reading, computing) / seconds
+
+
+def busy_signs(measured: Mapping[str, Sequence[float]], shares: Mapping[str, float | None]) -> list[str]:
+    """Return what shows that other programs ran during a measurement, as texts; [] if nothing does.
+
+    measured: repeated measurements of each quantity, by its name. shares: by their names, fractions of limits that a program
+        cannot exceed; None for an unknown one.
+    """
+    varied = [
+        f"{name} {min(values):.3g} to {max(values):.3g}"
+        for name, values in measured.items()
+        if max(values) > STEADY * min(values)
+    ]
+    return varied + [f"{name} {share:.0%}" for name, share in shares.items() if share is not None and share > LIKELY]
+
+
+def busy_message(signs: Sequence[str]) -> str:
+    """Return the message for the signs that `busy_signs` found."""
+    return f"other programs ran during the measurement: {', '.join(signs)}; end them and measure again"
 
 
 def of_limit(row: Mapping[str, Any]) -> str:

@@ -72,7 +72,7 @@ def test_the_json_object_has_its_documented_fields(bundle, fixed_machine, tmp_pa
     options = ["--threads", "1", "--prompt", "9", "--gen", "5", "--depth", "2", "--rounds", "2", "--output", str(output)]
     result = run(capsys, bundle, *options)
     assert json.loads(output.read_text()) == result
-    assert set(result) == {"castiron", "peers", "machine", "ratios", "settings", "missing"}
+    assert set(result) == {"castiron", "peers", "machine", "ratios", "settings", "missing", "busy"}
     ours = result["castiron"]
     # The manifest of the toy bundle does not describe the work of its functions.
     shares = {"decode_roofline", "prefill_peak_share"}

@@ -98,7 +98,7 @@ def test_the_json_object_has_its_documented_fields(tmp_path, capsys):
     result = read_json(capsys.readouterr().out)
     assert json.loads(saved.read_text()) == result
     assert set(result) == {"kernel", "us", "overhead_us", "calls", "bytes", "flops", "gb_s", "gflop_s", "bound", "limit_share",
-                           "runs", "machine", "settings"}  # fmt: skip
+                           "runs", "machine", "settings", "busy"}  # fmt: skip
     assert result["flops"] == 2 * 64 * 256 and len(result["runs"]["us"]["values"]) == 2
     assert result["settings"] | {"isa": ""} == {
         "kernel": "gemv", "shape": "64x256", "tokens": 1, "codec": "q4_k", "numerics": "exact", "isa": "", "threads": 1,

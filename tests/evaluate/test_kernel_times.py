@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
+from castiron.pipelines.cli import explain as explaining
+from castiron.pipelines.cli import main as cli
 from castiron.pipelines.cli.explain import (
     REST,
     WIDTH,
     described,
+    explain,
     kernel_row,
     of_limit,
     table,
 )
+from castiron.pipelines.evaluate import bench_kernel
+from castiron.pipelines.evaluate.bench import limited
+from castiron.pipelines.evaluate.machine import ATTEMPTS, busy_signs
 from castiron.vmfb.profile import Dispatch, Profile
+from tests.evaluate.test_bench import FixedMachine
 
 LIMITS = {
     "read_gb_s": 10.0,
@@ -93,3 +101,71 @@ def test_the_table_fits_and_its_shares_sum_to_100_percent():
     # Kernels are timed in other calls, and may take longer than this one.
     more = result(*ROWS, call_ms=5.0)
     assert more["rest_ms"] == 0 and re.match(r" +0\.000 +0\.0% ", table(more)[-1])
+
+
+def test_signs_of_other_programs():
+    """Figures that vary, and shares that no program can reach."""
+    assert busy_signs({"read_gb_s": [10, 12], "ms": [1.0, 1.2]}, {"peak": 1.0, "unknown": None}) == []
+    assert busy_signs({"read_gb_s": [10, 30.123], "ms": [1, 1]}, {"peak": 1.64}) == ["read_gb_s 10 to 30.1", "peak 164%"]
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Return a function that sets the (call, kernel) seconds of each profile, and lists which were used."""
+    work = {"decode_step": {"k": {"calls": 1, "bytes": [1, 0, 1], "flops": [10**8, 0, 10**8], "paths": []}}}
+    manifest = SimpleNamespace(functions=[SimpleNamespace(name="decode_step", role="decode", width=1)], context=64,
+                               compile={"work": work})  # fmt: skip
+    monkeypatch.setattr(explaining, "Machine", FixedMachine)
+
+    def set_times(*times):
+        left = iter(times)
+
+        def profile(*_, **__):
+            call, kernel = next(left)
+            return Profile("decode_step", 1, 1, call, (Dispatch("k_fn", 1, kernel, 1),))
+
+        monkeypatch.setattr(explaining, "profile", profile)
+        return explain(SimpleNamespace(manifest=manifest), "decode_step", 1, 1), len(list(left))
+
+    return set_times
+
+
+def test_figures_that_contradict_each_other_are_measured_again(measured):
+    steady, slow, uneven = [(0.01, 0.008)] * 3, [(0.056, 0.086)] * 3, [(0.01, 0.008), (0.01, 0.008), (0.02, 0.008)]
+    assert measured(*steady, *slow)[0]["busy"] == [] and measured(*steady, *slow)[1] == 3
+    for disturbed in (slow, uneven):
+        found, left = measured(*disturbed, *steady)
+        assert found["busy"] == [] and left == 0 and found["call_ms"] == pytest.approx(10)
+    found, _ = measured(*slow * ATTEMPTS)
+    assert found["busy"] == ["kernels of the call 154%"]
+    assert measured(*uneven * ATTEMPTS)[0]["busy"] == ["call ms 10 to 20"]
+    # 0.1 GFLOP of 100 GFLOP/s in less than a millisecond.
+    assert measured(*[(0.0005, 0.0005)] * 9)[0]["busy"] == ["arithmetic of the peak 200%"]
+
+
+def test_explain_and_bench_report_a_busy_machine(monkeypatch, capsys):
+    signs = {"busy": ["call ms 10 to 20"]}
+    monkeypatch.setattr(explaining, "open_bundle", lambda _: None)
+    monkeypatch.setattr(
+        explaining,
+        "require_cpu",
+        lambda *_: SimpleNamespace(with_context=lambda _: None, manifest=SimpleNamespace(max_context=9)),
+    )
+    monkeypatch.setattr(explaining, "explain", lambda *_: signs)
+    monkeypatch.setattr(bench_kernel, "kernel_run", lambda *_: None)
+    monkeypatch.setattr(bench_kernel, "measure", lambda *_: signs)
+    monkeypatch.setattr("castiron.pipelines.evaluate.machine.Machine", FixedMachine)
+    for argv in (["explain", "."], ["bench", "--kernel", "gemv", "--shape", "16x16", "--rounds", "1"]):
+        assert cli.main([*argv, "--json"]) == 0
+        message = capsys.readouterr().err
+        assert message == "castiron: other programs ran during the measurement: call ms 10 to 20; end them and measure again\n"
+
+
+def test_only_shares_that_have_a_limit_are_signs():
+    """Int8 kernels exceed the f32 peak, and small weights are read from the CPU's cache."""
+    shares = {"decode_roofline": 1.3, "prefill_peak_share": 1.64}
+    manifest = lambda kernel, size: SimpleNamespace(
+        compile={"work": {"prefill_8": {kernel: {}}}}, files={"weights.irpa": SimpleNamespace(size=size)}
+    )
+    assert list(limited(manifest("gemm_f32", 10**10), shares).values()) == [1.3, 1.64]
+    assert list(limited(manifest("gemm_int8_q4", 10**8), shares).values()) == [None, None]
