@@ -1,9 +1,9 @@
 """Print modules as MLIR text; equal modules give equal bytes on every machine.
 
 The argument `weights` selects one of two forms:
-- "arguments": only StableHLO, unless the module calls kernels. Each weight is an additional argument
-  of the function that reads it, after the function's own. A table that is not in the checkpoint,
-  such as the cosines of rotary embeddings, is a function that returns a constant.
+- "arguments": only StableHLO, unless the module calls kernels. Each weight is an additional
+  argument of the function that reads it, after the function's own. A table that is not in the
+  checkpoint, such as the cosines of rotary embeddings, is a function that returns a constant.
 - "parameters": for IREE. Each weight is a global, which IREE loads from the parameter scope
   "model". If an output overwrites an input, the attribute `iree.abi.output` makes IREE write the
   output to the input's buffer. Kernels are called with `flow.dispatch`.

@@ -78,6 +78,7 @@ class GenerationOptions(TypedDict, total=False):
     presence_penalty: float
     logit_bias: Mapping[int, float]
     temperature_schedule: str | None
+    samplers: tuple[str, ...]
 
 
 STRUCTURES = {"json_schema", "regex", "grammar"}
@@ -90,6 +91,7 @@ KINDS: dict[str, tuple[Any, Any, str]] = {
     "sampling": (Sampling, None, "a castiron.Sampling"), "model": (str | Path | Bundle, None, "a path, a name or a bundle"),
     "threads": (Integral | None, None, "an integer or None"), "context": (Integral | None, None, "an integer or None"),
     "draft": (str | Path | Bundle | None, None, "a path, a name or a bundle"),
+    "top": (Integral, None, "an integer"), "out": (str | Path, None, "a path"),
     "prefix_cache": (str | Path | None, None, "a path or None"),
 }  # fmt: skip
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -218,6 +220,7 @@ class Model:
             PipelineError: a text has no tokens or more tokens than the context, or the model does
                 not generate text.
         """
+        _check_kinds({"top": top})
         if top < 0:
             raise PipelineError(f"top is {top}; it must be 0 or more")
         engine, one = self._open_engine(), is_prompt(texts)
@@ -417,6 +420,7 @@ def compile_bundle(
     up-to-date bundle is not compiled again. After an error, no files are left.
     """
     check_names(options, _option_names("progress"))
+    _check_kinds({"model": model, "out": out})
     path = compile_to(Path(model).expanduser(), Path(out).expanduser(), options_of(**options), progress, own_accuracy)
     # The bundle may be for another machine.
     return open_bundle(path, run=False)
@@ -430,7 +434,9 @@ def _check_kinds(options: dict[str, Any]) -> None:
         if isinstance(value, kind) and isinstance(value, Iterable) and content:
             # An iterator is read once.
             options[name] = value = value if isinstance(value, str | Collection) else tuple(value)
-        is_valid = isinstance(value, kind) and not isinstance(value, bytes)
+        # Python's True is an integer.
+        is_flag = isinstance(value, bool) and Integral in (kind, *get_args(kind))
+        is_valid = isinstance(value, kind) and not isinstance(value, bytes) and not is_flag
         if not is_valid or content and value is not None and not all(isinstance(each, content) for each in value):
             raise PipelineError(f"{name} is {short(repr(value))}; it must be {words}")
 

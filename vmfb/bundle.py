@@ -28,7 +28,7 @@ from castiron.vmfb.manifest import (
     is_bundle_file,
     parse,
 )  # fmt: skip
-from castiron.vmfb.record import RecordError
+from castiron.vmfb.record import RecordError, short
 from castiron.vmfb.staging import locked, remove_abandoned, replace_folder, staging_folder
 from castiron.vmfb.targets import TILES, Target, missing_features
 
@@ -126,6 +126,8 @@ def open_bundle(source: Path | str | Bundle, *, full_check: bool = False, run: b
         if not full_check:
             return source
         source = source.path
+    if not isinstance(source, str | os.PathLike):
+        raise BundleError(f"invalid bundle: {short(repr(source))}; give the path of a bundle")
     path = Path(source)
     packed = os.path.isfile(path)
     parts, data = _read(path)

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from math import isnan, prod
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -46,6 +47,8 @@ ELEMENTS: dict[str, tuple[np.dtype, rt.HalElementType]] = {
 }
 _MEMORY = int(rt.MemoryType.DEVICE_LOCAL) | int(rt.MemoryType.HOST_VISIBLE)
 _USAGE = int(rt.BufferUsage.DEFAULT) | int(rt.BufferUsage.MAPPING)
+# No machine has more; IREE cannot count as many as Python.
+MAX_THREADS = 1 << 16
 _I32, _F32 = np.dtype(np.int32), np.dtype(np.float32)
 # The address space of states may exceed the memory, because only the positions that are used get pages. Python has a name
 # for this Linux flag only since version 3.13.
@@ -169,6 +172,8 @@ class Program(Loaded):
         Raise SessionError if `threads` is below 1, and BundleError if the runtime rejects the
         bundle.
         """
+        if threads is not None and not (isinstance(threads, Integral) and threads <= MAX_THREADS):
+            raise SessionError(f"threads is {short(repr(threads))}; it must be an integer of at most {MAX_THREADS}")
         if threads is not None and threads < 1:
             raise SessionError(f"threads is {threads}; it must be at least 1")
         bundle = open_bundle(source)

@@ -104,10 +104,10 @@ def open_or_compile(
 def check_draft_model(
     draft: str | Path | Bundle, model: str | Path | Bundle, options: Options | None = None, progress: Report | None = None
 ) -> None:
-    """Raise PipelineError if `draft` has another vocabulary than `model`, before either is compiled.
+    """Raise PipelineError if `draft` has another vocabulary than `model`; compile neither.
 
-    Both are bundles or checkpoints, as for `open_or_compile`; a named checkpoint is downloaded. options: those with which
-    `model` will be compiled.
+    Both are bundles or checkpoints, as for `open_or_compile`; a named checkpoint is downloaded.
+    options: those with which `model` will be compiled.
     """
     from castiron.pipelines.compile.options import Options
     from castiron.pipelines.text.generation import check_verifies, check_vocabularies
@@ -176,7 +176,7 @@ def options_of(**options: Any) -> Options:
 
     for name in {"prefill", "batch", "speculate", "embed"} & options.keys():
         sizes = options[name]
-        options[name] = () if sizes is None else (sizes,) if isinstance(sizes, int) else tuple(sizes)
+        options[name] = () if sizes is None else (sizes,) if isinstance(sizes, int) else sizes
     return Options(**options)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import operator
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from castiron.emitter.abi import NUMERICS, STORAGE
 from castiron.emitter.lowering import LOWERINGS
 from castiron.emitter.models import read_config
+from castiron.emitter.shorten import shorten
 from castiron.emitter.types import EmitError
 from castiron.pipelines.compile.weights import QUANTISED, WEIGHTS
 from castiron.vmfb.cpu import physical_cores
@@ -23,6 +27,36 @@ GPU_LOWERING = "gpu"
 
 # Called with the name of a stage and its finished fraction, 0 to 1.
 Progress = Callable[[str, float], None]
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+# By annotation of a field: what checks and converts a value, and what to call a valid one in an error message.
+KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "str": (_text, "text"), "bool": (_flag, "True or False"),
+    "int | None": (lambda value: None if value is None else _integer(value), "an integer or None"),
+    "str | None": (lambda value: None if value is None else _text(os.fspath(value)), "a path or None"),
+    "tuple[int, ...]": (lambda value: tuple(map(_integer, value)), "integers"),
+    "tuple[str, ...]": (lambda value: (value,) if isinstance(value, str) else tuple(map(_text, value)), "texts"),
+}  # fmt: skip
+# Fields whose values are names, in any case.
+NAMES = ("weights", "numerics", "cache", "lowering")
 
 
 @dataclass(frozen=True)
@@ -70,8 +104,14 @@ class Options:
     iree_flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("weights", "numerics", "cache", "lowering"):
-            object.__setattr__(self, name, str(getattr(self, name)).lower())
+        for each in fields(self):
+            value = getattr(self, each.name)
+            convert, wanted = KINDS[str(each.type)]
+            try:
+                value = convert(value)
+            except (TypeError, ValueError):
+                raise EmitError(f"{each.name} is {shorten(value)}; it must be {wanted}") from None
+            object.__setattr__(self, each.name, value.lower() if each.name in NAMES else value)
         if not self.lowering:
             object.__setattr__(self, "lowering", GPU_LOWERING if is_gpu(self.target) else "kernels")
         if self.lowering == ("kernels" if is_gpu(self.target) else GPU_LOWERING):

@@ -70,7 +70,8 @@ def bench(
 def limited(manifest: Manifest, shares: Mapping[str, float | None]) -> dict[str, float | None]:
     """Return the shares of the machine's limits that can be above 1 only on a busy machine.
 
-    Int8 and bf16 kernels can exceed the f32 peak, and weights that fit in the CPU's cache the read bandwidth.
+    Int8 and bf16 kernels can exceed the f32 peak, and weights that fit in the CPU's cache the read
+    bandwidth.
     """
     kernels = [name for functions in manifest.compile.get("work", {}).values() for name in functions]
     is_f32 = all(peak_of(name) == "peak_gflop_s" for name in kernels)

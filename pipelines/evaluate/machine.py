@@ -306,10 +306,10 @@ def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: M
 
 
 def busy_signs(measured: Mapping[str, Sequence[float]], shares: Mapping[str, float | None]) -> list[str]:
-    """Return what shows that other programs ran during a measurement, as texts; [] if nothing does.
+    """Return what shows that other programs ran during a measurement; [] if nothing does.
 
-    measured: repeated measurements of each quantity, by its name. shares: by their names, fractions of limits that a program
-        cannot exceed; None for an unknown one.
+    measured: repeated measurements of each quantity, by its name. shares: by their names, fractions
+        of limits that a program cannot exceed; None for an unknown one.
     """
     varied = [
         f"{name} {min(values):.3g} to {max(values):.3g}"

@@ -331,8 +331,8 @@ def check_verifies(target: Bundle) -> None:
 class Vocabulary:
     """The vocabulary of a bundle or a checkpoint, to compare with that of another.
 
-    size: number of tokens of the model. sha256: hash of its tokenizer.json; None without one. tokenizer: function
-    that loads it.
+    size: number of tokens of the model. sha256: hash of its tokenizer.json; None without one.
+    tokenizer: function that loads it.
     """
 
     path: Path

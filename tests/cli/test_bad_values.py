@@ -1,4 +1,4 @@
-"""Every option and argument of every command gets bad values: a command ends, and never with a traceback."""
+"""Every option of every command gets bad values: a command ends without a traceback."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def here(folder, monkeypatch):
 
 
 def with_value(command: str, action: argparse.Action, positional: list[argparse.Action], value: str) -> list[str]:
-    """Return a command line in which an argument has `value`; positional: the command's positional arguments."""
+    """Return a command line in which an argument has `value`; positional: all without a name."""
     words = ARGUMENTS[command].split()
     if action.option_strings:
         return [command, *words, f"{max(action.option_strings, key=len)}={value}"]

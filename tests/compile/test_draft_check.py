@@ -21,7 +21,7 @@ MODELS = ("same", "other", "bare", "larger")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Copies of one checkpoint: one with two tokens exchanged, one without a tokenizer, one with more tokens."""
+    """Write copies of a checkpoint, with other tokens, without a tokenizer, and with more ids."""
     location = tmp_path_factory.mktemp("drafts")
     first = served.checkpoint(location / "model", num_hidden_layers=1)
     for name in MODELS[:3]:
@@ -49,7 +49,7 @@ def nothing_compiles(monkeypatch, tmp_path):
     monkeypatch.setattr("castiron.pipelines.compile.compiler.compile_modules", compile_modules)
 
 
-def test_a_draft_of_another_vocabulary_is_refused(folder, capsys):
+def test_a_draft_with_a_different_vocabulary_is_refused(folder, capsys):
     model, other = str(folder / "model"), str(folder / "other")
     different = "different vocabularies from token 60 on"
     for argv in (["run", model, "a"], ["chat", model], ["serve", model, "--port", "0"]):

@@ -119,7 +119,7 @@ def test_a_function_module_has_the_models_text(model, capsys, tmp_path):
 
 
 def test_xla_runs_the_portable_text_on_the_checkpoints_own_tensors(model, capsys):
-    """Arguments have the names and shapes of the tensors in the checkpoint, and the logits are HF's."""
+    """Arguments have the names and shapes of the checkpoint's tensors; logits are HF's."""
     tokens = [5, 17, 3, 99, 42, 8, 1, 60]
     text = printed(capsys, model, "--lowering", "portable", "--function", "prefill_8", "--context", "16")
     assert not re.search(r"\b(util|flow|iree|arith)\.", text)
