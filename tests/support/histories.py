@@ -218,5 +218,7 @@ def api_of(template: str) -> GenerationApi:
 def prompt_of(api: GenerationApi, body: dict[str, Any] | ChatRequest) -> str:
     """Return the prompt of a request to /v1/chat/completions."""
     chat = body if isinstance(body, ChatRequest) else parse_record(ChatRequest, body)
-    ids = asyncio.run(api._prompt(chat, callable_tools(chat, api.tokenizer.tool_format), False))
+    ids = asyncio.run(
+        api._prompt(chat, callable_tools(chat, api.tokenizer.tool_format), continue_last=False, drops_oldest=False)
+    )
     return api.tokenizer.backend.decode(ids, skip_special_tokens=False)
