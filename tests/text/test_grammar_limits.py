@@ -93,7 +93,7 @@ def slow_grammars(count: int) -> Iterator[dict]:
         yield {"json_schema": {"$comment": str(index), **HOSTILE["patternProperties"]["json_schema"]}}
 
 
-def test_slow_grammars_of_some_clients_do_not_delay_those_of_another():
+def test_slow_grammars_delay_only_their_own_clients():
     """Also the errors of slow grammars come within the limit."""
     grammars, rejected, waited = Tokenizer(schemas.tokenizer(), eos=(0,)).grammars, [], []
 
