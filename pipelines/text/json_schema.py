@@ -35,7 +35,7 @@ LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 }  # fmt: skip
 # Values as Python writes them, which some chat templates do too, and as models write them otherwise.
 PYTHON_VALUES = {"True": True, "False": False, "None": None}
-SPELLINGS = {"true": True, "false": False, "null": None, "none": None}
+SPELLINGS = {"true": True, "1": True, "false": False, "0": False, "null": None, "none": None}
 
 
 @dataclass(frozen=True)
@@ -248,6 +248,9 @@ def _readings(text: str, unquoted: bool) -> Iterator[Any]:
     yield from parsed
     with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         yield from _parsed(json.dumps(ast.literal_eval(bare)))
+    with contextlib.suppress(ValueError):
+        # A number with leading zeros, which neither JSON nor Python allows.
+        yield from _parsed(str(int(bare)))
     if bare.lower() in SPELLINGS:
         yield SPELLINGS[bare.lower()]
     yield text

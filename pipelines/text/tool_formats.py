@@ -164,6 +164,8 @@ KNOWN = (
 )
 # Keys under which models write a function's name and its arguments in JSON.
 NAME_KEYS, ARGUMENT_KEYS = ("name", "tool_name", "function"), ("arguments", "parameters", "args", "input")
+# JSON of values as Python writes them.
+PYTHON = {"None": "null", "True": "true", "False": "false"}
 # Exceptions of parsing a text that is not a call; in a generator, StopIteration becomes RuntimeError.
 NOT_CALLS = (
     ValueError, SyntaxError, TypeError, LookupError, AttributeError, RecursionError, RuntimeError, MemoryError
@@ -276,8 +278,10 @@ class CallReader:
         parts = payload[head.end() :].removesuffix(self.form.close).split(self.form.quote)
         if len(parts) % 2 == 0:
             raise ValueError(f"tool call has an unterminated string; end it with {self.form.quote}")
-        with_quotes = lambda keys: re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:", r'\1"\2":', keys)
-        parts = [json.dumps(part) if index % 2 else with_quotes(part) for index, part in enumerate(parts)]
+        with_quotes = lambda text: re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:", r'\1"\2":', text)
+        # Templates write some values as Python does.
+        in_json = lambda text: re.sub(r"(?<=[:\[,])\s*(None|True|False)\s*(?=[,\]}])", lambda found: PYTHON[found[1]], text)
+        parts = [json.dumps(part) if index % 2 else in_json(with_quotes(part)) for index, part in enumerate(parts)]
         yield head[1], _object(json.loads("".join(parts)))
 
     def _tags(self, payload: str) -> Iterator[ReadCall]:

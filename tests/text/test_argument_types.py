@@ -127,7 +127,11 @@ def test_a_value_that_a_template_writes_is_read_back(name, schema, value):
         # Not the text of an allowed value as it stands.
         ({"enum": ["a", "b"]}, '"a"', "a"),
         ({"type": "boolean"}, "TRUE", True),
+        ({"type": "boolean"}, "1", True),
+        ({"type": ["boolean", "integer"]}, "1", 1),
         ({"type": "integer"}, " 5 ", 5),
+        ({"type": "integer"}, "007", 7),
+        ({"type": ["integer", "string"]}, "007", "007"),
         ({"type": "object"}, "{'a': (1, None)}", {"a": [1, None]}),
         ({"type": "array"}, "{1, 2}", "{1, 2}"),
         ({"type": "number"}, "NaN", "NaN"),
@@ -155,3 +159,9 @@ def test_an_argument_that_the_schema_lists_elsewhere_has_its_type(root):
     form, args = FORMATS["glm"], {"properties": {"a": {"type": "string"}}}
     written = form.write([("f", f"{form.key_begin}a{form.key_end['']}5{form.value_end}")])
     assert read_calls(Tools(form, {"f": {**root, "$defs": {"args": args}}}), written) == [("f", '{"a": "5"}')]
+
+
+def test_gemma_templates_write_null_as_python_does():
+    text = '<|tool_call>call:f{a:None,b:[None, True,{c:False}],d:<|"|>[None,True]<|"|>,None:{}}<tool_call|>'
+    value = {"a": None, "b": [None, True, {"c": False}], "d": "[None,True]", "None": {}}
+    assert read_calls(Tools(FORMATS["gemma4"], {}), text) == [("f", json.dumps(value))]
