@@ -90,6 +90,7 @@ tests/checkpoints/test_adapter.py::test_an_adapter_of_a_vision*[lfm
 tests/checkpoints/test_adapter.py::test_an_adapter_of_a_vision*[mistral3
 tests/checkpoints/test_adapter.py::test_an_adapter_of_a_vision*[qwen3_5
 tests/checkpoints/test_adapter.py::test_an_adapter_of_a_vision*[smolvlm
+tests/text/test_rerank.py::test_a_classifier_of_a_decoder
 tests/checkpoints/test_hf_quantised.py::test_logits_of
 tests/checkpoints/test_hf_quantised.py::test_bundles
 tests/compile/test_weights.py::test_a_quantised_bundle

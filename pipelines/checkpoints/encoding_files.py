@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from castiron.emitter.models import ENCODERS
 from castiron.emitter.pooling import Dense, Pooling
 from castiron.emitter.shorten import shorten, shorten_list, shorten_text
-from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Encoding, Tensor
+from castiron.pipelines.checkpoints.checkpoint import EMBEDDINGS, HEAD, CheckpointError, Encoding, Tensor
 from castiron.pipelines.checkpoints.hf_files import json_object, json_value, read_safetensors
 
 MODULES = "modules.json"
@@ -24,19 +28,21 @@ FILES = (MODULES, _PROMPTS, _LIMITS)
 _EMBEDDING = "sentence_embedding"
 
 
-def read_encoding(path: Path) -> Encoding | None:
+def read_encoding(path: Path, config: dict) -> Encoding | None:
     """Read how a sentence-transformers model computes a vector from the transformer's output.
 
     Returns the pooling, the layers after it, the max tokens of a text, and the prompts: texts to
     put before a query or a document. The result is None for models without modules.json, the list
     of these layers.
 
-    path: directory of the model.
+    path: directory of the model. config: its config.json.
     """
     found = json_value(path / MODULES)
     if found is None:
         return None
     modules = [_module(path, entry) for entry in (found if isinstance(found, list) else [])]
+    if [kind for kind, _ in modules] == ["Transformer"] and _architecture(config).endswith("ForSequenceClassification"):
+        return None
     if [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"] or modules[0][1]:
         kinds = shorten_text(", ".join(kind for kind, _ in modules[:2])) or "no modules"
         raise CheckpointError(
@@ -58,16 +64,8 @@ def read_encoding(path: Path) -> Encoding | None:
                 f"{path / MODULES}: unsupported module in this place: {shorten_text(kind)}; give a model that "
                 "has after Pooling only Dense modules, and then at most one Normalize"
             )
-    prompts = json_object(path / _PROMPTS) or {}
+    named, default = _prompts(path)
     limits = next((json_object(file) or {} for file in sorted(path.glob(_LIMITS))), {})
-    texts, default = prompts.get("prompts") or {}, prompts.get("default_prompt_name")
-    if not isinstance(texts, dict):
-        raise CheckpointError(f"{path / _PROMPTS}: prompts is {shorten(texts)}, not an object; download the file again")
-    named = {name: text for name, text in texts.items() if isinstance(text, str)}
-    if default is not None and (not isinstance(default, str) or default not in named):
-        raise CheckpointError(
-            f"{path / _PROMPTS} has default_prompt_name {shorten(default)}, but no such prompt; correct the file"
-        )
     max_tokens = _tokens(limits.get("max_seq_length")) or tokenizer_limit(path)
     return Encoding(pooling, named, default, max_tokens, limits.get("do_lower_case") is True, tensors)
 
@@ -78,6 +76,20 @@ def module_files(path: Path) -> list[str]:
     modules = [_module(path, entry) for entry in (found if isinstance(found, list) else [])]
     configs = [f"{folder}/config.json" for kind, folder in modules if kind in ("Pooling", "Dense")]
     return configs + [f"{folder}/{_TENSORS}" for kind, folder in modules if kind == "Dense"]
+
+
+def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
+    """Return the texts to put before an input, by name, and the name of the default one."""
+    stated = json_object(path / _PROMPTS) or {}
+    texts, default = stated.get("prompts") or {}, stated.get("default_prompt_name")
+    if not isinstance(texts, dict):
+        raise CheckpointError(f"{path / _PROMPTS}: prompts is {shorten(texts)}, not an object; download the file again")
+    named = {name: text for name, text in texts.items() if isinstance(text, str)}
+    if default is not None and (not isinstance(default, str) or default not in named):
+        raise CheckpointError(
+            f"{path / _PROMPTS} has default_prompt_name {shorten(default)}, but no such prompt; correct the file"
+        )
+    return named, default
 
 
 def _module(path: Path, entry: Any) -> tuple[str, str]:
@@ -167,11 +179,99 @@ def _modernbert(config: dict) -> Pooling:
     return Pooling(config.get("classifier_pooling", "cls"), (head, Dense("classifier", 1, True)), False)
 
 
+def _architecture(config: dict) -> str:
+    kinds = config.get("architectures")
+    return kinds[0] if isinstance(kinds, list) and kinds and isinstance(kinds[0], str) else ""
+
+
+def _last_token(config: dict) -> Pooling:
+    return Pooling("last", (Dense("score", 1),), False)
+
+
+# The layer of a decoder's sequence classifier (HF's GenericForSequenceClassification).
+_DECODER = Head({"score": "score.linear"}, _last_token)
 # The layers of a reranker after the transformer, by model type.
 HEADS = {
     "bert": Head({"bert.pooler.dense": "pooler.linear", "classifier": "classifier.linear"}, _bert, types=True),
     "modernbert": Head({"head.dense": "head.linear", "head.norm": "head.norm", "classifier": "classifier.linear"}, _modernbert),
 }
+
+
+# The roles of the two texts in the chat template of a reranker, as sentence-transformers and vLLM name them.
+_ROLES = [re.compile(rf"""role['"\])]*\s*(?:==|,\s*['"]eq['"]\s*,)\s*['"]{role}['"]""") for role in ("query", "document")]
+# Names of Qwen3's rerankers, and the prompt of their model card, which their first versions have nowhere else.
+_QWEN3_RERANKER = re.compile("qwen3[-_]reranker", re.IGNORECASE)
+QWEN3_PROMPT = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: {{ messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first "
+    "| default('Given a web search query, retrieve relevant passages that answer the query') }}\n"
+    "<Query>: {{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }}\n"
+    "<Document>: {{ messages | selectattr('role', 'eq', 'document') | map(attribute='content') | first }}<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>{{ '\\n\\n' }}"
+)
+
+
+def reranker_template(path: Path, config: dict, template: str | None) -> str | None:
+    """Return the chat template that renders a reranker's query and document, or None.
+
+    This is the checkpoint's own template or, for the first versions of Qwen3's rerankers, the
+    prompt of their model card.
+
+    path: directory of the model. config: its config.json. template: its chat template.
+    """
+    limits = next((json_object(file) or {} for file in sorted(path.glob(_LIMITS))), {})
+    if template is not None and (all(role.search(template) for role in _ROLES) or (path / MODULES).exists()):
+        stated = limits.get("processing_kwargs")
+        variables = stated.get("chat_template") if isinstance(stated, dict) else None
+        # For example, add_generation_prompt, which is false by default.
+        given = {key: value for key, value in (variables or {}).items() if key.isidentifier() and isinstance(value, bool | str)}
+        return "".join(f"{{%- set {key} = {value!r} %}}" for key, value in given.items()) + template
+    # The hub's cache has models--ORG--NAME/snapshots/COMMIT.
+    names = (path.resolve().name, path.resolve().parents[1].name if len(path.resolve().parents) > 1 else "")
+    named = any(isinstance(name, str) and _QWEN3_RERANKER.search(name) for name in (*names, config.get("_name_or_path")))
+    return QWEN3_PROMPT if config["model_type"] == "qwen3" and (named or config.get("is_original_qwen3_reranker")) else None
+
+
+def read_token_reranker(
+    path: Path, config: dict, tensors: Mapping[str, Tensor], tokenizer: Mapping, template: str | None
+) -> Encoding | None:
+    """Return the pooling of a language model that scores by yes and no; None for other models.
+
+    The score is the logit of "yes" minus that of "no", which is one linear layer, as in
+    sentence-transformers' LogitScore and vLLM.
+
+    path: directory of the model. config: its config.json. tensors: its tensors, by castiron's
+    names. tokenizer: content of tokenizer.json. template: what `reranker_template` returns.
+    """
+    stated = json_value(path / MODULES)
+    folders = [_module(path, entry) for entry in (stated if isinstance(stated, list) else [])]
+    scores = [folder for kind, folder in folders if kind == "LogitScore"]
+    is_causal = _architecture(config).endswith("ForCausalLM")
+    if not scores and not (is_causal and template and stated is None):
+        return None
+    if template is None:
+        raise CheckpointError(f"{path}: the chat template lacks the roles query and document; give a template that has them")
+    own = _config(path / scores[0]) if scores else {}
+    model = tokenizer.get("model")
+    vocabulary = dict(found) if isinstance(model, dict) and isinstance(found := model.get("vocab"), dict) else {}
+    vocabulary |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+    ids = [own.get(key, vocabulary.get(token)) for key, token in (("true_token_id", "yes"), ("false_token_id", "no"))]
+    head = next((tensors[name] for name in (HEAD, *EMBEDDINGS) if name in tensors), None)
+    if scores and "false_token_id" in own and ids[1] is None:
+        del ids[1]
+    if head is None or not all(type(index) is int and 0 <= index < head.shape[0] for index in ids):
+        raise CheckpointError(f"{path}: the tokens of its scores are {shorten(ids)}, not token ids; download the model again")
+
+    def read() -> np.ndarray:
+        rows = head.dequantise()[ids]
+        return (rows[0] - rows[1] if len(ids) > 1 else rows[0])[None].view(np.uint8)
+
+    weight = Tensor("score.linear.weight", (1, head.shape[1]), "f32", head.source, read)
+    return Encoding(
+        _last_token(config), *_prompts(path), tokenizer_limit(path), tensors={weight.name: weight},
+        relevance=_relevance(path, config),
+    )  # fmt: skip
 
 
 def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> Encoding | None:
@@ -181,21 +281,24 @@ def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> E
 
     path: directory of the model. config: its config.json. stored: its tensors, by HF's names.
     """
-    kinds = config.get("architectures")
-    kind = kinds[0] if isinstance(kinds, list) and kinds else None
-    if not isinstance(kind, str) or not kind.endswith("ForSequenceClassification"):
+    kind = _architecture(config)
+    if not kind.endswith("ForSequenceClassification"):
         return None
     head, weight = HEADS.get(config["model_type"]), stored.get("classifier.weight")
+    if head is None and config["model_type"] not in ENCODERS and (weight := stored.get("score.weight")) is not None:
+        head = _DECODER
     if head is None or weight is None or weight.shape[:1] != (1,):
         known = ", ".join(HEADS)
-        raise CheckpointError(f"{path} is a {shorten_text(kind)}; supported are only {known} classifiers with one label")
+        raise CheckpointError(
+            f"{path} is a {shorten_text(kind)}; supported are only {known} and decoder classifiers with one label"
+        )
     if not isinstance(config.get("hidden_size"), int):
         raise CheckpointError(
             f"{path}: hidden_size is {shorten(config.get('hidden_size'))}, not a number; download the file again"
         )
     pooling = head.pooling(config)
     activations = _ACTIVATIONS.values()
-    if pooling.mode not in ("cls", "mean"):
+    if head is not _DECODER and pooling.mode not in ("cls", "mean"):
         raise CheckpointError(f"{path}: the classifier has pooling {shorten(pooling.mode)}; supported are cls and mean")
     if unknown := [dense.activation for dense in pooling.dense if dense.activation not in tuple(activations)]:
         known = ", ".join(activations)
@@ -203,13 +306,14 @@ def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> E
     names = {f"{name}.{part}": f"{own}.{part}" for name, own in head.modules.items() for part in ("weight", "bias")}
     tensors = {own: replace(stored[name], name=own) for name, own in names.items() if name in stored}
     return Encoding(
-        pooling, max_tokens=tokenizer_limit(path), tensors=tensors, relevance=_relevance(path, config), types=head.types
-    )
+        pooling, *_prompts(path), tokenizer_limit(path), tensors=tensors, relevance=_relevance(path, config), types=head.types,
+    )  # fmt: skip
 
 
 def _relevance(path: Path, config: dict) -> str:
     own = config.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, dict) else None
+    named = (json_object(path / _PROMPTS) or {}).get("activation_fn") or named
     named = str(named or config.get("sbert_ce_default_activation_function") or "Sigmoid").rpartition(".")[2]
     if named not in ("Sigmoid", "Identity"):
         raise CheckpointError(f"{path} has an unsupported activation {shorten_text(named)}; supported are Sigmoid and Identity")

@@ -8,6 +8,7 @@ from castiron.emitter.models import family
 from castiron.emitter.shorten import shorten, shorten_list, shorten_text
 from castiron.pipelines.checkpoints import encoding_files, hf_tokenizer
 from castiron.pipelines.checkpoints.checkpoint import (
+    EMBEDDINGS,
     HEAD,
     Checkpoint,
     CheckpointError,
@@ -17,7 +18,12 @@ from castiron.pipelines.checkpoints.checkpoint import (
     without,
     without_shared,
 )
-from castiron.pipelines.checkpoints.encoding_files import read_classifier, read_encoding
+from castiron.pipelines.checkpoints.encoding_files import (
+    read_classifier,
+    read_encoding,
+    read_token_reranker,
+    reranker_template,
+)
 from castiron.pipelines.checkpoints.hf_files import PART_TYPES, json_object, read_safetensors, unsupported_type
 from castiron.pipelines.checkpoints.hf_quantised import quantised_weights
 from castiron.pipelines.checkpoints.hf_tensors import (
@@ -61,9 +67,18 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
     generation = json_object(path / GENERATION) or {}
     tensors, left_out = text_tensors(full_config["model_type"], stored)
     left_out |= scales
-    encoding = read_encoding(path) or read_classifier(path, full_config, stored)
-    if encoding and tensors.pop(HEAD, None):
-        left_out |= {"lm_head": 1}
+    tokenizer, sources = read_tokenizer(path, full_config), (generation, full_config, config)
+    template = reranker_template(path, full_config, tokenizer.chat_template)
+    encoding = (
+        read_token_reranker(path, full_config, tensors, tokenizer.content or {}, template)
+        or read_encoding(path, full_config)
+        or read_classifier(path, full_config, stored)
+    )
+    if encoding:
+        tensors.pop("score.weight", None)
+        if HEAD in tensors and any(name in tensors for name in EMBEDDINGS):
+            del tensors[HEAD]
+            left_out |= {"lm_head": 1}
     reject_impossible_sizes(path, config, {name: tensor.shape for name, tensor in tensors.items()})
     tensors = with_embedding(family_tensors(config["model_type"], tensors), config)
     tensors, orders = column_orders(without_shared(tensors, config))
@@ -72,7 +87,6 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
             raise unsupported_type(path, tensor.name, tensor.codec)
     if encoding:
         tensors |= encoding.tensors
-    tokenizer, sources = read_tokenizer(path, full_config), (generation, full_config, config)
     bos = next(iter(_token_ids(path, "bos_token_id", *sources)), None)
     return Checkpoint(
         path=path,
@@ -81,7 +95,7 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
         tensors=tensors,
         tokenizer=tokenizer.content,
         special_tokens=tokenizer.special_tokens,
-        chat_template=tokenizer.chat_template,
+        chat_template=template or tokenizer.chat_template if encoding and encoding.relevance else tokenizer.chat_template,
         bos_token_id=next(iter(tokenizer.ids("bos_token")), None) if bos is None else bos,
         eos_token_ids=_end_tokens(path, generation, (full_config, config), tokenizer),
         generation_config=generation,
@@ -126,7 +140,7 @@ def shards_of(path: Path) -> dict[str, list[str] | None]:
 
 
 def quantization_config(path: Path, config: dict) -> dict | None:
-    """Return the quantization_config of a directory, from its config or `text_config`; None if both lack it.
+    """Return the quantization_config of a config, or of its `text_config`; None if both lack it.
 
     Early versions of ModelOpt write it to a file of its own.
     """

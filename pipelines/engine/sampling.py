@@ -104,7 +104,7 @@ class Sampling:
                 raise PipelineError(f"{name.replace('_', '-')} is {getattr(self, name)}; it must be {valid}")
 
     def with_options(self, **options: Any) -> Sampling:
-        """Return a copy with other options; a repeat_penalty counts REPEAT_WINDOW tokens unless repeat_last_n is given."""
+        """Return a copy with other options; repeat_penalty resets repeat_last_n to its default."""
         if "repeat_penalty" in options:
             options.setdefault("repeat_last_n", REPEAT_WINDOW)
         return replace(self, **options)
@@ -130,7 +130,7 @@ class Sampling:
         return self.temperature + (last - self.temperature) * share
 
     def penalised(self, history: Sequence[int]) -> Sequence[int]:
-        """Return the tokens of a text to which the repeat penalty applies; for a complete text, each of them once."""
+        """Return the tokens of a text to which the repeat penalty applies, or all once if these are all."""
         if self.repeat_penalty == 1 or not self.repeat_last_n:
             return []
         return [*dict.fromkeys(history)] if self.repeat_last_n < 0 else history[-self.repeat_last_n :]

@@ -16,7 +16,7 @@ from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.encoder import Encoder
 
 # The models that can rerank, for error messages.
-RERANKERS = "a BERT or ModernBERT classifier of one label, or an embedding model"
+RERANKERS = "Qwen3-Reranker, a BERT or ModernBERT classifier or a decoder's classifier of one label, or an embedding model"
 # Names of the prompts for queries and for documents; the first one that a model has is used.
 QUERY, DOCUMENT = ("query",), ("document", "passage")
 # A text, or token ids.
@@ -44,7 +44,9 @@ class Embedder:
         self.name, self.facts, self.hidden = bundle.manifest.name, bundle.manifest.encoder, bundle.manifest.hidden
         self.encoder = Encoder(bundle, threads)
         self.tokenizer = load_tokenizer(bundle) if bundle.tokenizer else None
-        if self.tokenizer:
+        # Of a reranker with a prompt: the tokens of the prompt after the document.
+        self._after = self._end_of_prompt() if self.tokenizer and self.facts.relevance else None
+        if self.tokenizer and self._after is None:
             self.tokenizer.backend.enable_truncation(self.facts.max_tokens)
         self._running = threading.Lock()
 
@@ -95,9 +97,35 @@ class Embedder:
         before = [self.prompt(next((n for n in names if n in self.facts.prompts), None)) for names in (QUERY, DOCUMENT)]
         return [self.tokens(query, before[0]), *(self.tokens(document, before[1]) for document in documents)]
 
+    def _messages(self, query: str, document: str) -> list[dict[str, str]]:
+        # As in sentence-transformers, a reranker's prompt is its instruction.
+        found = {"system": self.prompt(), "query": query, "document": document}
+        return [{"role": role, "content": text} for role, text in found.items() if role != "system" or text]
+
+    def _end_of_prompt(self) -> list[int] | None:
+        """Return the end of the prompt that the chat template makes of a query and a document, or None."""
+        assert self.tokenizer is not None
+        texts = "its-query", "its-document"
+        try:
+            rendered = self.tokenizer.render_roles(self._messages(*texts))
+        except PipelineError:
+            return None
+        if not all(rendered.count(text) == 1 for text in texts):
+            return None
+        return self.tokenizer.encode(rendered.partition(texts[1])[2], add_special_tokens=False)
+
     def _pair(self, query: str, document: str) -> Tokens:
+        if self.tokenizer and self._after is not None:
+            for text in (query, document):
+                check_utf8(text, "a text")
+            ids = self.tokenizer.encode_roles(self._messages(query, document))
+            if len(ids) <= self.facts.max_tokens:
+                return Tokens(ids)
+            # The end of the prompt asks for the answer, so a long document is cut before it.
+            space = max(0, self.facts.max_tokens - len(self._after))
+            return Tokens([*ids[:space], *self._after][: self.facts.max_tokens], True)
         # The vocabulary size is added to the ids of the second text, if the model has token types.
-        found, types = self._encode(query.strip(), document.strip())
+        found, types = self._encode(query, document)
         shift = self.bundle.manifest.vocab if self.facts.types else 0
         return Tokens([token + shift * (kind > 0) for token, kind in zip(found.ids, types)], found.cut)
 

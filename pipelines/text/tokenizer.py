@@ -186,6 +186,15 @@ class Tokenizer:
         """Return the text of `messages` that `encode_chat` converts to ids."""
         return self._render(normal_messages(messages), **(self.template_args | variables))
 
+    def encode_roles(self, messages: Sequence[Mapping]) -> list[int]:
+        """Return the token ids of messages with roles of the template's own, such as query."""
+        given, mark = self.special_tokens.broken({"messages": [dict(message) for message in messages]})
+        return self._encode_rendered(self.render_roles(given["messages"]), mark)
+
+    def render_roles(self, messages: Sequence[Mapping]) -> str:
+        """Return the text that `encode_roles` converts to ids; no message is changed."""
+        return self._rendered([dict(message) for message in messages], None, {"add_generation_prompt": False})
+
     def _render(self, messages: list[dict[str, Any]], tools: Any = None, **variables) -> str:
         return self._rendered(*self._adapter.adapted(messages, tools, variables), variables)
 

@@ -275,7 +275,7 @@ def test_rejects_adapters_for_quantised_checkpoints(base, tmp_path):
 
 
 def vision_adapter(complete: str, folder: Path) -> tuple[Path, Path, Path]:
-    """Return a vision model, an adapter of all its linear layers, and the model into which peft merged it."""
+    """Return a vision model, an adapter of all its linear layers, and peft's merge of both."""
     base = vision_model(complete, folder)
     torch.manual_seed(0)
     load = lambda: AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
@@ -297,7 +297,7 @@ def with_names(adapter: Path, path: Path, pattern: str, name: str) -> Path:
 
 @pytest.mark.parametrize("complete", MODELS)
 def test_an_adapter_of_a_vision_model_changes_its_text_part(complete, tmp_path):
-    """The text part has one of two prefixes, by the version of transformers, and a third without the output head."""
+    """The text part has a prefix by the version of transformers, or a third without the head."""
     base, adapter, merged = vision_adapter(complete, tmp_path)
     part = "text_model" if complete == "smolvlm" else "language_model"
     prefixes = {"new": rf"model.{part}.", "without head": rf"{part}."} | (
@@ -327,7 +327,7 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 @pytest.mark.parametrize("saved", [[], ["c_fc", "attn.c_proj", "ln_f"]])
 @pytest.mark.parametrize("load", [AutoModel, AutoModelForCausalLM])
 def test_an_adapter_of_gpt2_changes_transposed_weights(load, saved, tmp_path):
-    """Weights that were trained as a whole are transposed too; without the output head, names lack `transformer.`."""
+    """So are weights that were trained completely; without the head, names lack `transformer.`."""
     base = tiny.tiny_model("gpt2", tmp_path / "gpt2")
     torch.manual_seed(0)
     config = LoraConfig(init_lora_weights=False, r=2, target_modules=["c_attn"], modules_to_save=saved, fan_in_fan_out=True)
@@ -351,7 +351,7 @@ def test_an_adapter_of_a_model_without_its_head(tmp_path):
 
 
 def test_rejects_changes_of_layers_that_the_base_does_not_run(base, tmp_path):
-    """A tensor that a base's rule would drop is an error in an adapter, because training changed it."""
+    """A rule that drops a base's tensor must not drop an adapter's, which training changed."""
     made = write("bert", tmp_path / "bert", pooling="cls", num_hidden_layers=1)
     change = {"classifier.weight": (np.ones((1, 2), np.float32), np.ones((2, 64), np.float32), 1.0)}
     with pytest.raises(CheckpointError, match="adapts classifier.weight, which .* lacks"):

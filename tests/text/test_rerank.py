@@ -6,7 +6,10 @@ import json
 
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load_file
 from starlette.testclient import TestClient
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import castiron
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
@@ -16,7 +19,7 @@ from castiron.pipelines.compile.compiler import compile_model
 from castiron.pipelines.compile.options import Options
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import open_app
-from tests.support import encoders, served
+from tests.support import encoders, rerankers, served
 
 QUERY, DOCUMENTS = "What does ice do?", ["Ice melts.", "The sky is blue", "", "Hello", "a longer one, cut" + "!" * 40]
 # Error of sums in f32 of numbers about 1.
@@ -165,3 +168,98 @@ def test_rejects_other_classifiers(bert, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config | changed))
         with pytest.raises(CheckpointError, match=why):
             open_checkpoint(tmp_path)
+
+
+# The code of Qwen3-Reranker's model card, with its own names.
+CARD = "Given a web search query, retrieve relevant passages that answer the query"
+PREFIX = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def texts(count: int, longest: int) -> list[str]:
+    random = np.random.default_rng(0)
+    return ["".join(random.choice(list("abc defg hij. XYZ\n?!<>|é"), random.integers(1, longest))) for _ in range(count)]
+
+
+def of_the_card(made, queries, documents, max_length: int) -> list[float]:
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32, attn_implementation="eager").eval()
+    false, true = (tokenizer.convert_tokens_to_ids(token) for token in ("no", "yes"))
+    prefix, suffix = (tokenizer.encode(part, add_special_tokens=False) for part in (PREFIX, SUFFIX))
+    scores = []
+    for query, document in zip(queries, documents):
+        pair = f"<Instruct>: {CARD}\n<Query>: {query}\n<Document>: {document}"
+        limit = max_length - len(prefix) - len(suffix)
+        ids = prefix + tokenizer(pair, truncation="longest_first", max_length=limit)["input_ids"] + suffix
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        scores.append(torch.softmax(logits[[false, true]], 0)[1].item())
+    return scores
+
+
+def test_qwen3_reranker_scores_as_its_model_card(tmp_path):
+    """Only the folder names its first versions; a long document is cut before the prompt's end."""
+    made, longest = rerankers.language_model(tmp_path / "Qwen3-Reranker-tiny", None), 480
+    bundle = compile_model(made, tmp_path / "bundle", Options(context=longest, embed=(longest,))).bundle
+    queries, documents = texts(24, 20), [*texts(20, 60), *("long " * 99, "", "yes", "no")]
+    wanted = of_the_card(made, queries, documents, longest)
+    assert np.ptp(wanted) > 0.02, "the scores differ too little for a test"
+    with castiron.load(bundle, threads=1) as model:
+        found = [model.rerank(*pair)[0][1] for pair in zip(queries, ([document] for document in documents))]
+        with pytest.raises(PipelineError, match="is a reranking model and cannot embed text"):
+            model.embed("x")
+    np.testing.assert_allclose(found, wanted, atol=CLOSE / 10)
+    with TestClient(open_app(bundle, threads=1)) as client:
+        answer = client.post("/v1/rerank", json={"query": queries[0], "documents": documents[:1]}).json()
+    assert answer["results"][0]["relevance_score"] == found[0]
+
+
+def test_a_classifier_of_a_decoder_scores_the_last_token(tmp_path):
+    made = rerankers.classifier(tmp_path / "model")
+    queries, documents = texts(20, 20), texts(20, 20)
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    model = AutoModelForSequenceClassification.from_pretrained(made, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        wanted = [model(**tokenizer(*pair, return_tensors="pt")).logits.sigmoid().item() for pair in zip(queries, documents)]
+    assert np.ptp(wanted) > 0.05
+    with castiron.load(compiled(made, tmp_path), threads=1) as loaded:
+        found = [loaded.rerank(query, [document])[0][1] for query, document in zip(queries, documents)]
+    np.testing.assert_allclose(found, wanted, atol=CLOSE)
+
+
+@pytest.mark.parametrize("kind", rerankers.KINDS)
+def test_a_rerankers_score_and_prompt_are_read(kind, tmp_path):
+    """The score is one row: that of yes minus that of no, or what LogitScore states."""
+    found = open_checkpoint(rerankers.KINDS[kind](tmp_path / "model"))
+    names = ["lm_head.weight"] if "classifier" in kind or kind == "untied" else ["model.embed_tokens.weight"]
+    source = tmp_path / ("model-source" if "classifier" in kind else "model")
+    stored = load_file(source / "model.safetensors")
+    head = stored.get(names[0], stored["model.embed_tokens.weight"])
+    tokenizer = rerankers.tokenizer()
+    true, false = {"modules": (7, 9), "one token": (7, None)}.get(
+        kind, [tokenizer.token_to_id(token) for token in ("yes", "no")]
+    )
+    np.testing.assert_array_equal(
+        found.tensors["score.linear.weight"].dequantise()[0], head[true] - (0 if false is None else head[false])
+    )
+    assert not {"lm_head.weight", "score.weight"} & found.tensors.keys()
+    published = kind in ("modules", "one token")
+    assert found.encoding.relevance == ("identity" if published else "sigmoid")
+    assert (found.encoding.prompts, found.encoding.default_prompt) == (
+        ({"query": "Find it"}, "query") if published else ({}, None)
+    )
+    start = "{%- set add_generation_prompt = True %}" if published else ""
+    assert found.chat_template == (start + rerankers.TEMPLATE if "template" in kind or published or kind == "untied" else None)
+
+
+def test_a_language_model_is_no_reranker(tmp_path):
+    """Only a template that asks for both roles makes it one, or LogitScore."""
+    plain = "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}{% endfor %}"
+    for name, template in (("qwen3", None), ("chat", plain + "{# query document #}")):
+        assert open_checkpoint(rerankers.language_model(tmp_path / name, template)).encoding is None
+    with pytest.raises(CheckpointError, match="lacks the roles query and document"):
+        published = {"modules": rerankers.modules(("a.Transformer", ""), ("a.LogitScore", "1_LogitScore"))}
+        open_checkpoint(rerankers.language_model(tmp_path / "published", None, **published))
