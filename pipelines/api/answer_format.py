@@ -11,6 +11,7 @@ from typing import Any
 from castiron.pipelines.api.api_errors import invalid
 from castiron.pipelines.api.chat_records import AllowedTools, FunctionName, NamedFreeform, NamedTool, Tool
 from castiron.pipelines.api.schemas import ChatRequest, CompletionFields, ResponseFormat, StructuredOutputs
+from castiron.pipelines.text.repairs import completed_schema
 from castiron.pipelines.text.tool_calls import Tools
 from castiron.pipelines.text.tool_formats import ToolFormat
 
@@ -180,7 +181,8 @@ def callable_tools(body: ChatRequest, form: ToolFormat) -> CallableTools | None:
         return None
     if choice == "none":
         return None
-    schemas = {tool.function.name: tool.function.parameters or NO_PARAMETERS for tool in tools}
+    parameters = {tool.function.name: tool.function.parameters for tool in tools}
+    schemas = {name: completed_schema(schema) if schema else NO_PARAMETERS for name, schema in parameters.items()}
     forced: dict[str, Any] = schemas if choice == "required" else {}
     if isinstance(choice, NamedTool | NamedFreeform):
         name = _named(tools, choice.function.name).function.name

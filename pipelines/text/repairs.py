@@ -43,20 +43,24 @@ def numbered_id(number: int) -> str:
 def completed(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool whose schema has the keys that templates read without a test."""
     function = tool.get("function") or {}
-    return {**tool, "function": {"description": "", **function, "parameters": completed_schema(function.get("parameters"))}}
+    schema = completed_schema(function.get("parameters"))
+    properties = {
+        name: {"type": "any", "description": "", **_filled(each)} for name, each in _filled(schema["properties"]).items()
+    }
+    return {**tool, "function": {"description": "", **function, "parameters": {**schema, "properties": properties}}}
 
 
 def completed_schema(schema: Any) -> dict[str, Any]:
     """Return the JSON schema of a function's arguments with `type` and `properties`, and without null."""
-    given = schema if isinstance(schema, Mapping) else {}
-    found = {name: value for name, value in given.items() if value is not None}
-    properties = found.get("properties") or {}
-    return {"type": "object", **found, "properties": {name: _property(each) for name, each in properties.items()}}
+    found = {"type": "object", "properties": {}, **_filled(schema)}
+    # Grammars would look for the schema that it names.
+    found.pop("$schema", None)
+    return found
 
 
-def _property(schema: Any) -> dict[str, Any]:
+def _filled(schema: Any) -> dict[str, Any]:
     given = schema if isinstance(schema, Mapping) else {}
-    return {"type": "any", "description": "", **{name: value for name, value in given.items() if value is not None}}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def described(messages: Messages, tools: Tools, form: ToolFormat) -> Messages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from random import Random
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 
 from castiron.pipelines.api import messages, ollama, responses_request
+from castiron.pipelines.api.answer_format import callable_tools, requested_format
 from castiron.pipelines.api.request_body import parse_record
 from castiron.pipelines.api.schemas import ChatRequest
-from tests.support.histories import KINDS, Histories, api_of, prompt_of
+from tests.support.histories import KINDS, PARAMETERS, Histories, api_of, prompt_of
 
 COUNT = 12
 
@@ -87,3 +89,21 @@ def test_every_text_of_an_odd_history_is_in_the_prompt(convert):
             given, tools = history.messages(seed % 7), history.tools()
             prompt = prompt_of(api, convert(given, tools))
             assert not [text for text in history.texts if text not in prompt], (kind, seed, given, prompt)
+
+
+@pytest.mark.parametrize("kind", ["all", "qwen"])
+@pytest.mark.parametrize("strict", [None, True])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_empty_and_incomplete_parameters_have_a_grammar(kind, strict, choice):
+    api = api_of(KINDS[kind])
+    for parameters in PARAMETERS:
+        function = {"name": "look", "parameters": parameters, "strict": strict}
+        tools = [{"type": "function", "function": function}]
+        body = parse_record(
+            ChatRequest, {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice}
+        )
+        called = callable_tools(body, api.tokenizer.tool_format)
+        assert called
+        form = called.answer_format(requested_format(body))
+        assert form is not None or not strict and choice == "auto"
+        asyncio.run(api.grammar(form))
