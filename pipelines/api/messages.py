@@ -29,6 +29,13 @@ FIELDS = {
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Anthropic's stop reasons, by the engine's finish reasons; an answer with calls has tool_use.
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "context": "model_context_window_exceeded"}
+# Variables of chat templates, and their values with which earlier reasoning stays in the prompt.
+KEEPS_REASONING = {
+    "preserve_thinking": True,
+    "clear_thinking": False,
+    "drop_thinking": False,
+    "truncate_history_thinking": False,
+}
 DELTAS = {
     "text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"), "call": ("input_json_delta", "partial_json"),
 }  # fmt: skip
@@ -187,10 +194,13 @@ def chat_request(body: CountTokensRequest, variables: Collection[str]) -> ChatRe
     `variables`: names of the variables that the chat template reads. Raises ApiError 400 for
     unsupported content.
     """
+    arguments: dict[str, Any] = {}
     for index, edit in enumerate((body.context_management or {}).get("edits", ())):
-        # clear_thinking has no effect: the chat template decides which earlier reasoning is in the prompt.
+        # The chat template decides which earlier reasoning is in the prompt, but some templates can keep all.
         if not str(edit.get("type")).startswith("clear_thinking"):
             raise unsupported(f"context_management.edits.{index}", "this server does not edit conversations; leave it out")
+        if edit.get("keep") == "all":
+            arguments = {name: value for name, value in KEEPS_REASONING.items() if name in variables}
     system = text_of(body.system)
     messages = [{"role": "system", "content": system}] if system else []
     for turn in body.messages:
@@ -198,7 +208,7 @@ def chat_request(body: CountTokensRequest, variables: Collection[str]) -> ChatRe
         is_before = turn.role == "system" and len(messages) > 0 and messages[-1]["role"] == "user"
         index = len(messages) - is_before
         messages[index:index] = _messages_of(turn)
-    given = {"messages": messages, "chat_template_kwargs": body.chat_template_kwargs}
+    given = {"messages": messages, "chat_template_kwargs": arguments | (body.chat_template_kwargs or {}) or None}
     given |= _tools(body) | _reasoning_fields(body, variables)
     if body.output_config and (form := body.output_config.format):
         given["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}

@@ -107,3 +107,22 @@ def test_empty_and_incomplete_parameters_have_a_grammar(kind, strict, choice):
         form = called.answer_format(requested_format(body))
         assert form is not None or not strict and choice == "auto"
         asyncio.run(api.grammar(form))
+
+
+@pytest.mark.parametrize("variable", messages.KEEPS_REASONING)
+def test_a_client_can_keep_earlier_reasoning_in_the_prompt(variable):
+    """The template leaves out the reasoning of answers before the last question, unless a variable says otherwise."""
+    template = (
+        "{% for m in messages %}<{{ m.role }}>"
+        f"{{% if m.thinking and ({variable} is defined and {variable} == {messages.KEEPS_REASONING[variable]}"
+        " or loop.index0 > messages | length - 2) %}({{ m.thinking }}){% endif %}{{ m.content }}{% endfor %}"
+    )
+    api = api_of(template)
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+    for number in range(3):
+        blocks = [{"type": "thinking", "thinking": f"hm{number}", "signature": ""}, {"type": "text", "text": "b"}]
+        turns += [{"role": "assistant", "content": blocks}, {"role": "user", "content": "c"}]
+    for keep, count in (({"keep": "all"}, 3), ({"keep": {"type": "thinking_turns", "value": 1}}, 0), ({}, 0)):
+        edits = {"edits": [{"type": "clear_thinking_20251015", **keep}]}
+        body = parse_record(messages.MessagesRequest, {"messages": turns, "max_tokens": 1, "context_management": edits})
+        assert prompt_of(api, messages.chat_request(body, api.variables)).count("hm") == count
