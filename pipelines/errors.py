@@ -11,6 +11,8 @@ from pathlib import Path
 
 import castiron
 
+# How Python and the loader of libraries report that memory, or the number of threads, has run out.
+EXHAUSTED = ("can't start new thread", "failed to map segment", "Cannot allocate memory")
 # Names in other libraries -> names here.
 RENAMED = {
     "max_new_tokens": "max_tokens", "num_predict": "max_tokens", "stop": "stop_strings", "repetition_penalty": "repeat_penalty",
@@ -76,6 +78,8 @@ def error_message(error: Exception) -> str | None:
             # Only writes to stdout raise this error without a file name.
             path = "stdout"
         return f"{path}: {reason(error)}" if path is not None else reason(error)
+    if isinstance(error, RuntimeError | ImportError) and any(text in str(error) for text in EXHAUSTED):
+        return f"out of memory or threads: {error}; close other programs, or raise the limits (ulimit -v, ulimit -u)"
     if isinstance(error, MemoryError):
         return "out of memory; close other programs or use a smaller model or --context"
     if isinstance(error, ModuleNotFoundError) and (command := install_command(error.name)):

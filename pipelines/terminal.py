@@ -1,11 +1,13 @@
 """Print messages and progress bars on stderr; format sizes and counts; sanitise text."""
 
+import contextlib
 import os
 import re
 import shutil
 import sys
 import threading
 import time
+from typing import Any, TextIO
 
 # Seconds that a stage runs before its bar is drawn.
 PATIENCE = 0.4
@@ -16,11 +18,40 @@ WIDTH = 24
 ESTIMATE_AFTER = 2.0
 # Control characters except tab and line feed, and Unicode's marks of text direction (UAX 9).
 _CONTROLS = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# Escape sequences for dimmed and for plain text.
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+_STYLES = re.compile(r"(\x1b\[[02]m)")
 
 
 def sanitised(text: str) -> str:
     """Return `text` with control characters escaped, except tab and line feed."""
     return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text.replace("\r\n", "\n"))
+
+
+class TerminalStream:
+    """A text stream at a terminal that escapes control characters, for example in a path.
+
+    It writes DIM and PLAIN unchanged. `stream`: the stream without this filter.
+    """
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        parts = _STYLES.split(text)
+        self.stream.write("".join(part if i % 2 else sanitised(part) for i, part in enumerate(parts)))
+        return len(text)
+
+
+def protect_terminal() -> None:
+    """Replace stdout and stderr by a `TerminalStream` where they are a terminal."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream.isatty() and not isinstance(stream, TerminalStream):
+            setattr(sys, name, TerminalStream(stream))
 
 
 def print_message(line: str) -> None:
@@ -82,8 +113,11 @@ class Progress:
                 self._erase()
                 self.stage = None
         if not self._thread:
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, daemon=True)
+            # Without memory for a thread, there is no bar.
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
 
     def print(self, line: str) -> None:
         """Print a line on stdout. First erase the bar, because stdout may be the same terminal."""
@@ -105,7 +139,8 @@ class Progress:
             left = f", about {seconds * (1 - self.done) / (self.done - self.start_done):.0f} s left"
         note = f"  {self.note}" if self.note else ""
         # A line that wraps cannot be erased.
-        self._write(f"\r\x1b[K{f'{self.stage}{bar}{note}  {seconds:.0f} s{left}'[: shutil.get_terminal_size().columns - 1]}")
+        line = sanitised(f"{self.stage}{bar}{note}  {seconds:.0f} s{left}")
+        self._write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
         self._drawn = True
 
     def _erase(self) -> None:
@@ -114,5 +149,6 @@ class Progress:
             self._drawn = False
 
     def _write(self, text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        stream = sys.stderr.stream if isinstance(sys.stderr, TerminalStream) else sys.stderr
+        stream.write(text)
+        stream.flush()

@@ -57,6 +57,10 @@ _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 RUNTIME_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, NotImplementedError)
 
 
+# How the IREE runtime reports that memory, or the number of threads, has run out.
+EXHAUSTED = ("RESOURCE_EXHAUSTED", "thread creation failed")
+
+
 class SessionError(Exception):
     """Raised if a call of a session has invalid arguments, or if the IREE runtime fails in it.
 
@@ -188,9 +192,11 @@ class Program(Loaded):
         except WeightsError as error:
             raise BundleError(f"invalid weights: {bundle.path / WEIGHTS} ({error}); compile the bundle again") from None
         except RUNTIME_ERRORS as error:
-            raise BundleError(
-                f"the IREE runtime rejects {bundle.path} ({runtime_reason(error)}); compile the bundle again"
-            ) from None
+            why = runtime_reason(error)
+            if any(text in why for text in EXHAUSTED):
+                advice = "close other programs, or raise the limits (ulimit -v, ulimit -u)"
+                raise SessionError(f"out of memory or threads for {bundle.path} ({why}); {advice}") from None
+            raise BundleError(f"the IREE runtime rejects {bundle.path} ({why}); compile the bundle again") from None
 
     def _check(self, name: str, module: rt.VmModule) -> None:
         functions = [entry for entry in self.manifest.functions if self.manifest.module_of(entry) == name]

@@ -55,10 +55,15 @@ class AsyncEngine:
         """The number of requests that run or wait."""
         return len(self._listeners)
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the thread; listeners are called on the event loop `loop`."""
+    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Start the thread if it does not run; listeners are called on the event loop `loop`.
+
+        Before the first request, call it with the loop. Raises RuntimeError if there is no memory for
+        a thread.
+        """
         self._loop = loop
-        self._thread.start()
+        if not self._thread.is_alive():
+            self._thread.start()
 
     def submit(self, requests: list[Request], listener: Listener) -> None:
         """Queue `requests`, all of one client; call `listener(request, event)` for their events.

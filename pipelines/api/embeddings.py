@@ -53,7 +53,7 @@ class EmbeddingsEngine:
     def unfinished(self) -> int:
         return self._in_flight.total()
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Do nothing; the thread starts when the first text arrives.
 
         The server calls `start` on every engine, because `AsyncEngine` needs it.

@@ -283,8 +283,12 @@ async def run_in_thread(function: Callable, *arguments):
     """Run a slow function in a thread, and return its result.
 
     If the calling task is cancelled, the cancellation takes effect after the function has ended.
+    Raises ApiError 503 if no thread can be started.
     """
-    work = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+    try:
+        work = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+    except RuntimeError as error:
+        raise ApiError(503, f"the server is out of memory: {error}; try again later", code="out_of_memory") from None
     # Reading the exception keeps asyncio from logging the error of a cancelled request.
     work.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:

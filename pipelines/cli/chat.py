@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from castiron.pipelines.cli import options
 from castiron.pipelines.cli.open_engine import open_engine
 from castiron.pipelines.errors import PipelineError, did_you_mean, error_message
-from castiron.pipelines.terminal import Progress, counted, print_message
+from castiron.pipelines.terminal import DIM, PLAIN, Progress, counted, print_message
 
 if TYPE_CHECKING:
     from castiron.pipelines.text.conversation import Chat
@@ -233,7 +233,7 @@ class Console:
         if stream.finish_reason == "length":
             parts.append(f"stopped at {counted(len(stream.tokens), 'token')}; /set max-tokens -1 for no limit")
         if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-            print(f"\x1b[2m{', '.join(parts)}\x1b[0m", file=sys.stderr, flush=True)
+            print(f"{DIM}{', '.join(parts)}{PLAIN}", file=sys.stderr, flush=True)
         else:
             print_message(", ".join(parts))
 

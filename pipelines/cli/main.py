@@ -14,7 +14,7 @@ import castiron
 from castiron.pipelines.cli.foreign_flags import translated
 from castiron.pipelines.cli.options import check_models_exist, check_not_empty, check_threads, model_first, note_ignored
 from castiron.pipelines.errors import did_you_mean, error_message, similar_path
-from castiron.pipelines.terminal import sanitised
+from castiron.pipelines.terminal import protect_terminal, sanitised
 
 # Group -> command -> summary. The module cli/NAME.py has EXAMPLES, `add_arguments(parser)` and `main(args) -> exit status`; it
 # is imported only when its command runs, so that `castiron run` loads neither the compiler nor torch.
@@ -110,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Generated text and file names may contain characters that the locale does not have.
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
+    protect_terminal()
     as_json = "--json" in argv
     try:
         args = _parse(argv)

@@ -23,7 +23,7 @@ from castiron.pipelines.cli import options
 from castiron.pipelines.cli.open_engine import open_engine
 from castiron.pipelines.engine.memory import peak_rss_mb
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.terminal import Progress, counted, print_message, sanitised
+from castiron.pipelines.terminal import DIM, PLAIN, Progress, counted, print_message, sanitised
 from castiron.pipelines.text.chat_template import prepare
 from castiron.pipelines.text.fim import fim_of
 from castiron.pipelines.text.generation import Stream, encode_prompt, encode_question
@@ -34,7 +34,6 @@ from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     from castiron.pipelines.text.grammar import Grammar
 
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 EXAMPLES = """\
 examples:
   castiron run smollm2-135m-instruct "Why is the sky blue?"

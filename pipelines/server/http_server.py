@@ -61,6 +61,8 @@ def serve(app, models: ModelPool, listening: socket.socket, grace: float) -> Non
     # uvicorn raises received signals again when it ends, which would change the exit status.
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
+        # Here an error is one line; in the event loop it would be a traceback of uvicorn.
+        models.start()
         _Server(config, models, grace).run(sockets=[listening])
     finally:
         models.stop()

@@ -242,8 +242,11 @@ class ModelPool:
     def unfinished(self) -> int:
         return sum(engine.unfinished for engine in self._engines)
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the engines of open models. Other engines start when their model is opened."""
+    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Start the engines of open models. Other engines start when their model is opened.
+
+        Without `loop`, only their threads start; call it again with the loop.
+        """
         for engine in self._engines:
             engine.start(loop)
 

@@ -6,6 +6,7 @@ messages may be hostile, so rendering has limits of time and of characters.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -60,7 +61,9 @@ def _with_reasoning(message: Mapping) -> Mapping:
 
 def prepare() -> None:
     """Start to import jinja2 in another thread, because the import takes 40 ms."""
-    threading.Thread(target=_environment, daemon=True).start()
+    # Without memory for a thread, the first rendering does the work.
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=_environment, daemon=True).start()
 
 
 def variables_of(template: str) -> list[str]:

@@ -183,3 +183,15 @@ def test_bodies_in_flight_are_limited_for_all_and_for_one_client():
         body.release()
         body.release()
     assert bodies.used == 0 and not bodies.clients
+
+
+def test_a_request_without_memory_for_a_thread_gets_503(path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("can't start new thread")
+
+    with TestClient(open_app(path, threads=1)) as client:
+        monkeypatch.setattr(ThreadPoolExecutor, "_adjust_thread_count", fail)
+        answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "out_of_memory" and answer.headers["Retry-After"]
+        monkeypatch.undo()
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200

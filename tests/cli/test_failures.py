@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import re
 import shutil
 import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +21,8 @@ from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.open_model import cached_path
 from castiron.pipelines.compile.options import Options
 from castiron.pipelines.errors import error_message
+from castiron.pipelines.terminal import Progress
+from castiron.pipelines.text.chat_template import prepare
 from castiron.vmfb.cache import claim
 from tests.cli.test_cli import complaint
 from tests.support import toy_text
@@ -231,3 +238,85 @@ def test_list_shows_catalogue_and_bundles(bundle, tmp_path, monkeypatch, capsys)
     assert cli.main(["list", "other"]) == 0
     text = capsys.readouterr().out
     assert all(path in text for path in rows) and json.dumps(toy_text.CONTEXT) in text
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from castiron.pipelines.cli.main import main
+from castiron.pipelines.cli import run, serve
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + int(sys.argv[1]) * 1_000_000,) * 2)
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux limits the address space of a process")
+@pytest.mark.parametrize("megabytes", [1, 24, 60, 100])
+def test_little_memory_is_one_line(path, megabytes):
+    """Threads, libraries and buffers need address space, which ends at different places."""
+    command = [sys.executable, "-c", LIMITED, str(megabytes), "run", str(path), "Hello", "-n", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
+    lines = done.stderr.splitlines()
+    assert done.returncode in (0, 1) and all(line.startswith("castiron: ") for line in lines), done.stderr
+    assert not done.returncode or len(lines) == 1 and "memory" in lines[0]
+    assert megabytes > 1 or done.returncode, "there is enough memory"
+
+
+def test_a_server_without_memory_for_threads_is_one_line(path, monkeypatch, capsys):
+    start = threading.Thread.start
+
+    def limited(thread):
+        if thread.name == "model":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    assert cli.main(["serve", str(path), "--port", "0"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("castiron: out of memory or threads: can't start new thread; ")
+
+
+def test_optional_threads_may_fail(path, monkeypatch, capsys):
+    """Such as those that draw a progress bar, or import a library early."""
+
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    progress = Progress()
+    progress.shown = True
+    progress("reading", 0.5)
+    progress.close()
+    prepare()
+
+
+ESCAPE = "\x1b]0;owned\x07\r\x1b[31m"
+
+
+def at_terminal(argv: list[str], **environment: str) -> str:
+    """Return what a command prints at a pseudo-terminal."""
+    pid, end = pty.fork()
+    if not pid:
+        command = [sys.executable, "-m", "castiron", *argv]
+        os.execve(sys.executable, command, {**os.environ, "TERM": "xterm", **environment})
+    shown = b""
+    # Linux raises an error at the end.
+    with contextlib.suppress(OSError):
+        while data := os.read(end, 4096):
+            shown += data
+    os.waitpid(pid, 0)
+    os.close(end)
+    return shown.decode()
+
+
+def test_no_control_character_of_a_path_reaches_a_terminal(bundle, tmp_path):
+    shutil.copytree(bundle, folder := tmp_path / f"model{ESCAPE}")
+    run = ["run", str(folder), "--tokens", "1,2", "-n", "1", "--json"]
+    for argv in (["cache"], ["list", str(tmp_path)], ["inspect", str(folder)], ["run", f"{folder}/none", "a"], run):
+        shown = at_terminal(argv, CASTIRON_CACHE=str(tmp_path / f"cache{ESCAPE}"))
+        assert not re.search("[\x07\x1b]", shown.replace("\x1b[2m", "").replace("\x1b[0m", "")), argv
+        assert "owned" in shown or argv[0] != "cache"
+    # A pipe gets the path as it is.
+    done = subprocess.run([sys.executable, "-m", "castiron", "cache"], capture_output=True, text=True,
+                          env={**os.environ, "CASTIRON_CACHE": str(tmp_path / f"cache{ESCAPE}")})  # fmt: skip
+    assert ESCAPE.replace("\r", "\n") in done.stdout
