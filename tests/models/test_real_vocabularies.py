@@ -5,25 +5,33 @@ A part of a vocabulary gives the same ids as all of it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
-from castiron.pipelines.checkpoints.gguf_file import read_gguf
+from castiron.pipelines.checkpoints.gguf_file import GgufFile, read_gguf
+from castiron.pipelines.checkpoints.gguf_special_tokens import eos_token_ids
 from castiron.pipelines.checkpoints.gguf_tokenizer import tokenizer_json
 from castiron.pipelines.text.lazy_tokenizer import LazyTokenizer
 from castiron.vmfb.archive import Part
 from castiron.vmfb.token_table import table_of
 from tests.models.checkpoints import fetch
+from tests.support.llama_cpp_texts import is_comparable, texts
 
 SEPARATOR = "\n__ggml_vocab_test__\n"
 NAMES = """command-r deepseek-coder deepseek-llm falcon gemma-4 gpt-2 llama-bpe llama-spm mpt phi-3 qwen2 qwen35 refact
 starcoder""".split()
+# Vocabularies without test vectors.
+OTHERS = ["aquila", "baichuan", "gpt-neox"]
 # castiron reads BERT models from HF directories only.
-UNSUPPORTED = ["bert-bge"]
+UNSUPPORTED = ["bert-bge", "nomic-bert-moe"]
+# What llama.cpp gave: `python -m tests.models.llama_cpp_vocabularies record` writes it.
+IDS = Path(__file__).with_name("llama_cpp_ids.json")
 
 
 def texts_of(name: str) -> list[str]:
@@ -31,9 +39,39 @@ def texts_of(name: str) -> list[str]:
     return path.read_bytes().decode().removesuffix(SEPARATOR).split(SEPARATOR)
 
 
-def test_all_vocabularies_with_vectors_are_tested():
-    found = {path.name.removeprefix("ggml-vocab-").removesuffix(".gguf.inp") for path in fetch("llama.cpp").glob("*.inp")}
-    assert found == {*NAMES, *UNSUPPORTED}
+def vocabularies() -> dict[str, Path]:
+    return {name: fetch("llama.cpp") / f"ggml-vocab-{name}.gguf" for name in [*NAMES, *OTHERS]}
+
+
+def texts_for(name: str, file: GgufFile, count: int = 200) -> list[str]:
+    """Random texts with some of the special tokens of a vocabulary."""
+    random_, added = random.Random(name), [token["content"] for token in tokenizer_json(file)["added_tokens"]]
+    return texts(random_, count, random_.sample(added, min(20, len(added))))
+
+
+def digests_of(file: GgufFile, texts: list[str], encode: Callable[[str], list[int]]) -> list[str | None]:
+    """A digest of each text's ids; None if llama.cpp differs from the model's tokenizer.json on purpose."""
+    keys = [file.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre")]
+    pre = (keys[1] or "default") if keys[0] == "gpt2" else None
+    digest = lambda text: hashlib.sha256(json.dumps(encode(text)).encode()).hexdigest()[:6]
+    return [digest(text) if is_comparable(pre, text) else None for text in texts]
+
+
+def test_all_vocabularies_are_tested():
+    found = {path.stem.removeprefix("ggml-vocab-") for path in fetch("llama.cpp").glob("*.gguf")}
+    assert found == {*NAMES, *OTHERS, *UNSUPPORTED}
+
+
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
+def test_ids_and_ends_are_llama_cpps(name):
+    """On random texts with special tokens; the digests are of llama.cpp's ids."""
+    recorded, file = json.loads(IDS.read_text(encoding="utf-8"))[name], read_gguf(vocabularies()[name])
+    tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json(file)))
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+    samples = texts_for(name, file)
+    for text, found, expected in zip(samples, digests_of(file, samples, encode), recorded["ids"], strict=True):
+        assert found == expected, text
+    assert sorted(eos_token_ids(file)) == recorded["ends"]
 
 
 @pytest.mark.parametrize("name", NAMES)
