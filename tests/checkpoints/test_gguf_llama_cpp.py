@@ -64,6 +64,8 @@ WORDS = {
     ("granite-embed-multi-97m", "étÉ"): ["ét", "É"],
     ("deepseek-coder", "a\u3000世界"): ["a", "\u3000世界"],
     ("deepseek-llm", "12 \u3000"): ["1", "2", " ", "\u3000"],
+    ("chameleon", "aIMGIMGABZb"): ["a", "IMGIMGABZ", "b"],
+    ("superbpe", "12345１２"): ["1", "234", "5１２"],
 }
 
 
@@ -90,6 +92,23 @@ def test_a_missing_pre_tokenizer_is_a_warning(tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{tmp_path / 'y.gguf'} does not name its pre-tokenizer" in line and "convert the model again" in line
     assert found.tokenizer["pre_tokenizer"]["pretokenizers"] == [*PRE_TOKENIZERS["default"].steps]
+
+
+@pytest.mark.parametrize(
+    ("special", "ends"),
+    [
+        (["<|end|>", "<|call|>"], ["<|end|>", "<|call|>"]),
+        (["<|end|>", "<|return|>", "<|call|>"], ["<|return|>", "<|call|>"]),
+        (["<|end|>", "<|return|>", "<|calls|>"], ["<|return|>", "<|calls|>"]),
+        (["<|end|>", "<|flush|>", "<|calls|>"], ["<|flush|>", "<|calls|>"]),
+        (["<|end|>", "<|flush|>", "<|return|>"], ["<|end|>", "<|flush|>", "<|return|>"]),
+        (["</s>", "<turn|>"], ["</s>", "<turn|>"]),
+        (["</s>", "<|tool_response>"], ["<|tool_response>"]),
+    ],
+)
+def test_ends_that_exclude_each_other(special, ends):
+    metadata = byte_level(["a b"], "gpt-2", special)
+    assert [metadata["tokenizer.ggml.tokens"][token] for token in eos_token_ids(gguf_of(metadata))] == ends
 
 
 def test_an_ordinary_token_is_no_default_end():

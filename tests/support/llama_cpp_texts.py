@@ -63,8 +63,9 @@ def is_comparable(pre: str | None, text: str) -> bool:
 
     pre: the value of tokenizer.ggml.pre; None for SentencePiece.
     """
+    # Special tokens that include white space include only ASCII's in llama.cpp.
     if pre is None:
-        return True
+        return all(c.isascii() for c in text if c.isspace())
     if PRE_TOKENIZERS[pre].nfc and unicodedata.normalize("NFC", text) != text:
         return False
     has_upper, has_number = any(c.isupper() for c in text), any(c.isnumeric() for c in text)
@@ -80,6 +81,9 @@ def is_comparable(pre: str | None, text: str) -> bool:
     if pre in ("tiny_aya", "cohere2moe", "falcon", "deepseek-llm") and has_number:
         return False
     if pre == "falcon" and not text.isascii():
+        return False
+    # For llama.cpp, a number in superbpe's expression has only ASCII's digits.
+    if pre == "superbpe" and any(c.isnumeric() and not c.isascii() for c in text):
         return False
     # llama.cpp takes U+3000 for a space, not for a character of the Asian words.
     return pre not in ("deepseek-llm", "deepseek-coder") or "\u3000" not in text
