@@ -125,6 +125,11 @@ tests/test_canonical.py::test_every_kind_of_layer
 tests/test_end_to_end.py::*[portable
 tests/test_end_to_end.py::test_no_copy
 tests/test_serving_page.py::test_the_image
+tests/server/test_isolation.py::test_a_key*True
+tests/server/test_isolation.py::test_a_stream_that_nobody
+tests/server/test_isolation.py::test_streams_of_one_client
+tests/cli/test_failures.py::test_little_memory*[24
+tests/cli/test_failures.py::test_little_memory*[60
 """
 FULL = [line for table in (PACKAGES, TARGETS, SHAPES, SLOW) for line in table.split("\n") if line]
 

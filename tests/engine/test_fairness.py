@@ -162,7 +162,7 @@ CROWDS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(1,
 
 
 @given(st.integers(1, 6), CROWDS, st.sampled_from([1 << 40, 150, 0]), st.sampled_from([None, 1]))
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_slots_are_divided_equally_while_clients_wait(size, crowds, memory, scores):
     """Also without memory for copies of paused answers, and if clients ask for scores of their prompts."""
     scheduler = Scheduler(FakeBatch(size))
