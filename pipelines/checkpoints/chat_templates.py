@@ -43,6 +43,6 @@ def join_templates(default: Any, tool_use: Any) -> str | None:
         return default if isinstance(default, str) else None
     if not isinstance(default, str):
         default = "{{ raise_exception('the model has a chat template only for requests with tools') }}"
-    # Jinja removes a newline at the end of a template, and white space beside a block; {{ '' }} keeps it.
-    ends = [text.removesuffix("\n") for text in (tool_use, default)]
-    return f"{{% if tools %}}{{{{ '' }}}}{ends[0]}{{{{ '' }}}}{{% else %}}{{{{ '' }}}}{ends[1]}{{{{ '' }}}}{{% endif %}}"
+    # Jinja removes a newline at the end of a template or after a block, and white space before a block.
+    ends = [text.removesuffix("\n") + "{{ '' }}" for text in (tool_use, default)]
+    return f"{{% if tools %}}\n{ends[0]}{{% else %}}\n{ends[1]}{{% endif %}}"

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -133,14 +134,21 @@ def read_tokenizer(path: Path, config: Mapping[str, Any]) -> HfTokenizer:
     named = {name: named[name] for name in NAMES if named.get(name) is not None} | _pop_own(given, (str, dict)) | own
     checked = lambda token: token if isinstance(token, str) else _token(path, token)
     named, extra = {name: checked(token) for name, token in named.items()}, [checked(token) for token in _listed(given)]
-    content = _with_added(path, content, decoder, named, extra)
+    content = _with_added(path, content, decoder, named, extra, _rows(config))
     if kind.resets_flags:
         texts = dict.fromkeys(map(_content, (*named.values(), *extra)))
-        content = _with_added(path, content, dict(enumerate(_token(path, text) for text in texts)), {}, [])
+        content = _with_added(path, content, dict(enumerate(_token(path, text) for text in texts)), {}, [], _rows(config))
     found = HfTokenizer(content, {name: _content(token) for name, token in named.items()}, template)
     if not (path / TOKENIZER).exists():
         content["post_processor"] = _post_processor(found, fields)
     return found
+
+
+def _rows(config: Mapping) -> float:
+    """Return the number of rows of the embedding; infinity if it is unknown."""
+    inner = config.get("text_config")
+    value = (inner if isinstance(inner, dict) and "vocab_size" in inner else config).get("vocab_size")
+    return value if isinstance(value, int) and value > 0 else math.inf
 
 
 def _post_processor(tokenizer: HfTokenizer, fields: Mapping) -> dict | None:
@@ -274,11 +282,14 @@ def _vocabulary(content: Mapping) -> dict[str, int]:
     return vocab if isinstance(vocab, dict) and all(type(number) is int for number in vocab.values()) else {}
 
 
-def _with_added(path: Path, content: dict, decoder: Mapping[int, dict], named: Mapping[str, Any], extra: list) -> dict:
+def _with_added(
+    path: Path, content: dict, decoder: Mapping[int, dict], named: Mapping[str, Any], extra: list, rows: float
+) -> dict:
     """Return a tokenizer.json with the further added tokens.
 
     transformers adds the tokens of `decoder`, and then each of the others unless there is an equal
-    one. A token may get several entries, of which the last one counts.
+    one. A token may get several entries, of which the last one counts. A new token with an id from
+    `rows` on, often a pad token, is left out, because the model has no embedding for it.
     """
     vocab, stored = _vocabulary(content), _entries(content)
     if not vocab or content.get("added_tokens") not in (None, stored):
@@ -297,7 +308,7 @@ def _with_added(path: Path, content: dict, decoder: Mapping[int, dict], named: M
             last = max(ids.values(), default=-1)
             ids[text] = vocab.get(text, last + 1 if last >= len(vocab) else len(vocab))
         entry = {"id": ids.get(text), **token, "special": token["special"] or text in special}
-        if text and entry != last_of.get(text):
+        if text and entry != last_of.get(text) and (text in last_of or ids[text] < rows):
             entries.append(entry)
             last_of[text] = entry
     return {**content, "added_tokens": entries}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
+from castiron.pipelines.checkpoints.chat_templates import join_templates
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.hf_directory import small_files
 from castiron.pipelines.checkpoints.hf_tokenizer import HfTokenizer, read_tokenizer
@@ -22,7 +23,7 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import render
 from castiron.reference.tiny import tiny_model
 from castiron.vmfb.token_table import table_of
-from tests.support.tokenizer_directories import base, class_directories, directories, vocabularies, write
+from tests.support.tokenizer_directories import TEMPLATES, base, class_directories, directories, vocabularies, write
 
 TEXTS = (
     "the <s>cat</s> sat <|im_start|> x1 <image><tool_call>12",
@@ -101,6 +102,18 @@ def test_many_directories_equal_autotokenizer(files):
 
 
 FILES = {"config.json": '{"model_type": "llama"}', "tokenizer.json": base("gpt2")}
+
+
+ENDINGS = ("\n", "\n\n", " ", "  {% if tools %}a{% endif %}", "{{ '' }}", "x\n  ", "{# c #}\n", "-%}")
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_joined_templates_render_as_each_of_them(tools):
+    texts = [*TEMPLATES, *ENDINGS, *(f"{start}y{end}" for start in ENDINGS for end in ENDINGS)]
+    for default, tool_use in zip(texts, [*reversed(texts)]):
+        given = {"special_tokens": {"eos_token": "</s>"}, "tools": tools}
+        expected = render(tool_use if tools else default, MESSAGES, **given)
+        assert render(join_templates(default, tool_use), MESSAGES, **given) == expected
 
 
 def test_a_template_in_chat_template_json_is_found(tmp_path):
@@ -193,4 +206,7 @@ def test_an_end_token_without_a_row_in_the_embedding_is_left_out(tmp_path):
     folder = tiny_model("llama", tmp_path, vocab_size=300, eos_token_id=1, bos_token_id=None)
     (folder / "generation_config.json").unlink(missing_ok=True)
     write(folder, {"tokenizer.json": base("gpt2"), "tokenizer_config.json": '{"eos_token": "<|im_end|>"}'})
-    assert open_checkpoint(folder).eos_token_ids == (1,)
+    found = open_checkpoint(folder)
+    assert found.eos_token_ids == (1,) and found.special_tokens == {"eos_token": "<|im_end|>"}
+    ids = Backend.from_str(json.dumps(found.tokenizer)).encode("<|im_end|>").ids
+    assert len(ids) > 1 and max(ids) < 300
