@@ -259,15 +259,16 @@ def _key(path: Path, options: Options, target: Target, compiler: str) -> str:
     inner = "*/*" if (path / MODULES).exists() else "additional_chat_templates/*"
     own = [*path.iterdir(), *path.glob(inner)] if path.is_dir() else []
     own = own or [*map(path.with_name, parts_of(path.name))]
-    if options.adapter:  # its tokenizer and template; its weights are hashed below
+    weights = adapter_sha256(Path(options.adapter)) if options.adapter else None
+    if options.adapter:  # its tokenizer and template
         own += Path(options.adapter).resolve().iterdir()
     files = sorted(p for p in own if p.is_file())  # content is not read
     stamps = [(os.path.relpath(p, path), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     chosen = asdict(options) | {"threads": options.threads_or_cores}
     del chosen["tuned"]  # compared as tiles
     inputs = [stamps, chosen, asdict(target), castiron.__version__, compiler]
-    if options.adapter:
-        inputs.append(adapter_sha256(Path(options.adapter)))
+    if weights:
+        inputs.append(weights)
     if options.calibrate:
         inputs.append(text_sha256(options.calibrate))
     inputs.append(sources_hash(*BUNDLE_SOURCES))
