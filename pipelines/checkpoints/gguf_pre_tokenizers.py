@@ -41,7 +41,7 @@ _REST_WITH_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+" + _SPACES
 
 
 def _cased(after: str, without: str = "") -> str:
-    """Return the part for words; after: what may follow a word. without: characters to leave out, as `&&[^...]`."""
+    """Return the part for words; `after` follows them, `without` is `&&[^...]` or empty."""
     upper, lower, before = f"[{_UPPER}{without}]", f"[{_LOWER}{without}]", r"[^\r\n\p{L}\p{N}]?"
     return f"{before}{upper}*{lower}+{after}|{before}{upper}+{lower}*{after}"
 
@@ -118,8 +118,8 @@ class PreTokenizer:
     ignore_merges: whether a word in the vocabulary becomes one token, even if no merges give it.
     nfc: whether text is first normalised to Unicode NFC.
     adds_bos: whether to add BOS if the GGUF file does not have the key add_bos_token.
-    is_raw: whether tokens are plain text as in SentencePiece, with U+2581 for spaces and byte tokens
-        such as <0xE4>, instead of GPT-2's characters for bytes.
+    is_raw: whether tokens are plain text as in SentencePiece, with U+2581 for spaces and byte
+        tokens such as <0xE4>, instead of GPT-2's characters for bytes.
     """
 
     steps: tuple[dict, ...] = _words()

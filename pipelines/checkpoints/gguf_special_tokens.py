@@ -187,7 +187,7 @@ def added_tokens(vocabulary: Vocabulary, merges: Iterable[Sequence[str]]) -> Ite
 
 
 def _stripping(vocabulary: Vocabulary) -> tuple[str, Callable[[str], bool]]:
-    """Return the side on which some special tokens include white space, and whether a text is such a token."""
+    """Return the side on which tokens include white space, and which tokens do."""
     value = lambda key: str(vocabulary.file.metadata.get(key, ""))
     name = value("general.name").lower()
     if value(PREFIX + "pre") in _JINA_V2:

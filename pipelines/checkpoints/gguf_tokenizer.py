@@ -103,7 +103,7 @@ def _sentencepiece(vocabulary: Vocabulary, gemma4: bool) -> dict:
 
 
 def _raw_steps(adds_prefix: bool) -> dict[str, dict]:
-    """Return the normalizer and the decoder for tokens that are plain text; adds_prefix: whether to add a space before it."""
+    """Return the steps for tokens that are plain text; adds_prefix: add a space before it."""
     normalize = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
     decode = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},

@@ -1,7 +1,7 @@
 """GGUF tokenizers split text, and end answers, as llama.cpp's do.
 
-`python -m tests.models.llama_cpp_vocabularies` records what llama.cpp gives, and compares with it on
-real vocabularies.
+`python -m tests.models.llama_cpp_vocabularies` records what llama.cpp gives, and compares with it
+on real vocabularies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_all_names_of_llama_cpp_are_known():
 
 @pytest.mark.parametrize("name", [*PRE_TOKENIZERS, None])
 def test_a_pre_tokenizer_splits_as_llama_cpps(name):
-    """The merges were learned across words, so ids show where words end; None: the key is missing."""
+    """Merges were learned across words, so ids show where words end; None: no key."""
     tokenizer, compared = tokenizer_of(made_vocabulary(EXPECTED["merges"], name)), 0
     for text, outcomes, at in zip(EXPECTED["texts"], EXPECTED["outcomes"], EXPECTED["chosen"][name or ""], strict=True):
         assert (at >= 0) == is_comparable(name or "default", text)
@@ -111,6 +111,27 @@ def test_ends_that_exclude_each_other(special, ends):
     assert [metadata["tokenizer.ggml.tokens"][token] for token in eos_token_ids(gguf_of(metadata))] == ends
 
 
+def test_a_normal_token_is_special_by_its_text_unless_merges_make_it():
+    """Qwen 2's "</s>" is an ordinary token, though it ends an answer; gpt-oss's <|end|> ends none."""
+    end, call = "<|end|>", ["<|return|>", "<|call|>"]
+    for special, merges, added in (
+        (["</s>"], ["a b"], {"</s>"}),
+        ([], ["a b", "< /", "</ s", "</s >"], set()),
+        ([end, *call], ["a b"], {end, *call}),
+    ):
+        metadata = byte_level(merges, "gpt-2", special)
+        metadata["tokenizer.ggml.token_type"] = [1] * len(metadata["tokenizer.ggml.tokens"])
+        assert {token["content"] for token in tokenizer_json(gguf_of(metadata))["added_tokens"]} == added
+        assert eos_token_ids(gguf_of(metadata))
+
+
+def test_a_user_defined_end_is_shown():
+    """As Gemma 3's "</s>", which its tokenizer.json does not list as special."""
+    metadata = byte_level(["a b"], "gpt-2", ["</s>"])
+    metadata["tokenizer.ggml.token_type"][-1] = 4
+    assert [token["special"] for token in tokenizer_json(gguf_of(metadata))["added_tokens"]] == [False]
+
+
 def test_an_ordinary_token_is_no_default_end():
     """llama.cpp takes token 11 if a file names no end, though it is a comma in most vocabularies."""
     assert eos_token_ids(gguf_of(small(eos_token_id=None, bos_token_id=None))) == ()
@@ -140,7 +161,7 @@ def test_phi3s_special_tokens_include_white_space(more, ids):
 
 
 def test_phi3_is_recognised_by_its_architecture():
-    """Newer files have the name "Phi 3"; Phi-4, of the same architecture, has a byte-level vocabulary."""
+    """Newer files have the name "Phi 3"; Phi-4 has a byte-level vocabulary."""
     spec = {"model": "llama", "pre": "default", "name": "Phi 3", "special": [["<|user|>", 3]], "roles": {}}
     metadata = {**header(spec), "general.architecture": "phi3"}
     tokens = metadata["tokenizer.ggml.tokens"]
@@ -150,7 +171,7 @@ def test_phi3_is_recognised_by_its_architecture():
 
 
 def test_ends_that_no_text_shows_are_exported(tmp_path):
-    """The first end is EOS, the others are written as EOT and EOM, unless readers know them by their texts."""
+    """Readers know some ends by their texts; two others are written as EOT and EOM."""
     special = ["</x>", "<|im_end|>", "<y>", "<z>"]
     metadata = byte_level(EXPECTED["merges"]["byte_level"], "qwen2", special)
     first = len(metadata["tokenizer.ggml.tokens"]) - len(special)

@@ -164,7 +164,7 @@ def _lines(content: Mapping) -> str:
 
 
 def compared(file: GgufFile, vocabulary: Vocabulary, texts: list[str], pre: str | None) -> tuple[int, int, int, bool]:
-    """Return the numbers of texts, of texts with other ids, of those that are comparable, and whether the ends differ."""
+    """Count texts, those with other ids, the comparable ones of these, and other ends."""
     tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json(file)))
     differ = [t for t in texts if tokenizer.encode(t, add_special_tokens=False).ids != vocabulary.encode(t)]
     wrong = [text for text in differ if made.is_comparable(pre, text)]

@@ -1,4 +1,4 @@
-"""Texts and GGUF headers for comparisons with llama.cpp's tokenizers, and where those differ on purpose."""
+"""Texts and GGUF headers to compare with llama.cpp's tokenizers, and known differences."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def texts(random: Random, count: int, special: Sequence[str] = ()) -> list[str]:
 
 
 def is_comparable(pre: str | None, text: str) -> bool:
-    """Return whether a text has nothing that llama.cpp knowingly treats unlike the model's tokenizer.json.
+    """Return whether llama.cpp treats a text like the model's tokenizer.json.
 
     pre: the value of tokenizer.ggml.pre; None for SentencePiece.
     """
@@ -96,13 +96,13 @@ OTHERS = """<|plamo:eos|> <|channel|> <|message|> <|start|> <|constrain|> <mask>
 
 
 def made_vocabulary(merges: Mapping[str, Sequence[str]], pre: str | None) -> dict:
-    """Return the GGUF metadata of a vocabulary that `merges` describes, of the kind that a pre-tokenizer needs."""
+    """Return the GGUF metadata of a vocabulary of the kind that a pre-tokenizer needs."""
     is_raw = pre in PRE_TOKENIZERS and PRE_TOKENIZERS[pre].is_raw
     return raw(merges["raw"], pre) if is_raw else byte_level(merges["byte_level"], pre)
 
 
 def byte_level(merges: Sequence[str], pre: str | None, special: Sequence[str] = ()) -> dict:
-    """Return the GGUF metadata of a byte-level BPE with these merges; pre: None leaves the key out."""
+    """Return the GGUF metadata of a byte-level BPE; pre: None leaves the key out."""
     tokens = list(dict.fromkeys([*sorted(ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in merges), *UNMERGED]))
     keys = {
         "model": "gpt2", "tokens": [*tokens, *special], "token_type": [1] * len(tokens) + [3] * len(special),
