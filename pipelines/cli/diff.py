@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
-    """Return the token ids of --tokens or --prompt; PipelineError if they are invalid or fewer than two."""
+    """Return the token ids of --tokens or --prompt; PipelineError if these are invalid or few."""
     from castiron.emitter.models import read_config
     from castiron.pipelines.text.generation import check_token_ids
 

@@ -55,8 +55,8 @@ def paths_of(name: str) -> list[Path]:
     """Return the paths that `castiron rm` removes for a name or path.
 
     These are bundles and, if the name is in the catalogue, the downloaded checkpoint. Raises
-    PipelineError if `name` is the path of a bundle, or of a checkpoint with a cached bundle, and also
-    a name in the cache.
+    PipelineError if `name` is the path of a bundle, or of a checkpoint with a cached bundle, and
+    also a name in the cache.
     """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name
     from castiron.pipelines.compile.open_model import bundle_name

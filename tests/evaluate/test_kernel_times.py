@@ -111,7 +111,7 @@ def test_signs_of_other_programs():
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Return a function that sets the (call, kernel) seconds of each profile, and lists which were used."""
+    """Return a function that sets the (call, kernel) seconds of profiles, and counts unused."""
     work = {"decode_step": {"k": {"calls": 1, "bytes": [1, 0, 1], "flops": [10**8, 0, 10**8], "paths": []}}}
     manifest = SimpleNamespace(functions=[SimpleNamespace(name="decode_step", role="decode", width=1)], context=64,
                                compile={"work": work})  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every argument of the Python API gets values of wrong types: errors are castiron's, in one line."""
+"""Every argument of the Python API gets values of wrong types: errors are castiron's."""
 
 from __future__ import annotations
 
