@@ -270,7 +270,7 @@ class CallReader:
         payload = re.sub(r"(?s)'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", lambda found: found[0].replace("\n", "\\n"), payload)
         calls = ast.parse(payload.strip(), mode="eval").body
         for call in calls.elts if isinstance(calls, ast.List) else [calls]:
-            yield _name(ast.unparse(call.func)), {word.arg: value(word.value) for word in call.keywords}
+            yield _name(ast.unparse(call.func)), _object({_name(word.arg): value(word.value) for word in call.keywords})
 
     def _gemma(self, payload: str) -> Iterator[ReadCall]:
         """Parse a call such as call:name{key:<|"|>text<|"|>,other:[1,true]}."""
@@ -338,6 +338,8 @@ def _object(value: Any) -> dict:
         value = json.loads(value)
     if not isinstance(value, dict):
         raise ValueError(f"arguments of a tool call are {short(repr(value))}; they must be a JSON object")
+    # Python literals may be sets, bytes, or numbers that JSON does not have, which raise an error.
+    json.dumps(value, allow_nan=False)
     return value
 
 

@@ -140,6 +140,17 @@ def test_json_whose_arguments_do_not_fit_the_function_is_text(arguments):
     assert reported(Tools(HERMES, SCHEMAS), text, [3] * 50) == ("", text, [])
 
 
+@pytest.mark.parametrize("value", ["b'x'", "{1}", "1j", "1e999", "..."])
+@pytest.mark.parametrize(("name", "call"), [
+    ("lfm2", "<|tool_call_start|>[now(a={})]<|tool_call_end|>"), ("hermes", "{{'name': 'now', 'arguments': {{'a': {}}}}}"),
+    ("gemma4", "<|tool_call>call:now{{a:{}}}<tool_call|>"),
+])  # fmt: skip
+def test_values_that_json_does_not_have_are_text(name, call, value):
+    text = call.format(value)
+    assert reported(Tools(FORMATS[name], SCHEMAS), text, [3] * 50) == ("", text, [])
+    assert reported(Tools(FORMATS[name], {"now": {}}), call.format("1"), [3] * 50) == ("", "", [("now", '{"a": 1}')])
+
+
 @pytest.mark.parametrize("name", ["hermes", "mistral", "kimi"])
 def test_reads_calls_with_other_keys_between_marks(name):
     form = FORMATS[name]
