@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from castiron.pipelines.cli import main as cli
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text import grammar
 from castiron.pipelines.text.grammar import MAX_WAIT, GrammarBusy, GrammarError
+from castiron.pipelines.text.lane import Lane
 from castiron.pipelines.text.tokenizer import Tokenizer
 from tests.support import hostile_grammars, schemas, served
 from tests.support.hostile_grammars import HONOURED, HOSTILE, fail
@@ -107,8 +109,9 @@ def test_slow_grammars_delay_only_their_own_clients():
     async def main():
         await grammars.compile_async("good", regex="a")
         others = [asyncio.create_task(keep_asking(f"bad {index}")) for index in range(4)]
-        while len(grammars._slow_until) < len(others):
-            await asyncio.sleep(0.1)
+        async with asyncio.timeout(60):
+            while len(grammars._slow_until) < len(others):
+                await asyncio.sleep(0.1)
         for index in range(5):
             start = time.monotonic()
             assert await grammars.compile_async("good", regex=f"a{index}")
@@ -120,6 +123,24 @@ def test_slow_grammars_delay_only_their_own_clients():
     asyncio.run(main())
     print(f"waited {max(waited):.2f} s, errors after {max(rejected):.2f} s")
     assert statistics.median(waited) < 1 and max(rejected) < MAX_WAIT + 1
+
+
+def test_a_cancelled_call_stops_only_itself():
+    stopped, release = [], threading.Event()
+    lane = Lane(SimpleNamespace(stop=lambda: stopped.append(release.set())))
+
+    async def main():
+        first, queued = (asyncio.create_task(lane.run(None, release.wait)) for _ in range(2))
+        await asyncio.sleep(0.1)
+        for task in (queued, first):
+            # A call that has ended, or was never started, stops no other.
+            lane._stop(object())
+            assert not stopped
+            task.cancel()
+            await asyncio.wait([task])
+
+    asyncio.run(main())
+    assert len(stopped) == 1
 
 
 def test_an_error_is_stored_but_not_that_the_server_was_busy(monkeypatch):

@@ -78,6 +78,17 @@ def test_what_cannot_be_enforced_is_ignored_unless_the_function_is_strict(name, 
         calls_of(text, {"f": parameters, **other}, True, strict={"f"})
 
 
+@pytest.mark.parametrize("keyword", ["format", "oneOf", *schemas.LACKING])
+def test_the_rest_of_a_schema_is_enforced(keyword):
+    parameters = {
+        "properties": {"a": UNENFORCEABLE[keyword], "b": {"enum": [3]}},
+        "required": ["b"],
+        "additionalProperties": False,
+    }
+    found = [generated(name, parameters, False, seed) for name in ("hermes", "gemma4") for seed in range(2)]
+    assert any(found) and all(arguments["b"] == 3 for arguments in found if arguments)
+
+
 @pytest.mark.parametrize("parameters", [
     {"type": "object", "properties": []}, {"properties": {"a": {}}, "required": 5}, {"$schema": "foo"}, {"type": ["object", "null"]},
     {"anyOf": []}, {"minProperties": 1}, {"if": {"required": ["a"]}, "then": {"required": ["b"]}}, {"$ref": "#"}, {"properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]},
