@@ -279,7 +279,7 @@ class Grammars:
     def _compile(
         self, given: Mapping[str, Any], compact: bool, child: ChildProcess | None, deadline: float | None = None
     ) -> Grammar:  # fmt: skip
-        """Compile a grammar in a child process; without one, raise _NotCached if it was not compiled before.
+        """Compile a grammar in a child process; without one, raise _NotCached for a new grammar.
 
         deadline: when to raise GrammarBusy; None for never.
         """

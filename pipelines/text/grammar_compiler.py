@@ -109,7 +109,7 @@ class Compiler:
             raise PipelineError(_message(kind, str(error))) from None
 
     def _enforceable(self, tools: dict[str, Any], compact: bool) -> dict[str, Any]:
-        """Return `tools`, where only types remain of a schema that is not strict and cannot be enforced."""
+        """Return `tools`; of loose schemas that cannot be enforced, only types remain."""
         loose = [name for name in tools["schemas"] if name not in tools["strict"]]
         if self._is_enforceable(tools, loose, compact):
             return tools

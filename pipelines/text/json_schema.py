@@ -1,4 +1,4 @@
-"""What a function's JSON schema allows: its arguments, their JSON types, and the values that texts stand for."""
+"""What a function's JSON schema allows, and the values that texts of arguments stand for."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Schema:
         return self.members(self.root)
 
     def argument(self, key: str) -> Any:
-        """Return the schema of an argument, which may have any value if the function does not list it."""
+        """Return the schema of an argument; `ANY` if the function does not list it."""
         found = self.arguments.properties.get(key, self.arguments.rest)
         return found if isinstance(found, dict) else ANY
 
@@ -257,7 +257,7 @@ def _readings(text: str, unquoted: bool) -> Iterator[Any]:
 
 
 def _parsed(text: str) -> list[Any]:
-    """Return the value of a JSON text; an empty list if it has none, or a number that is not finite."""
+    """Return [the value of a JSON text]; [] if it is not JSON, or a number is not finite."""
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(text)
         json.dumps(value, allow_nan=False)

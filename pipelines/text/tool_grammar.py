@@ -1,4 +1,4 @@
-"""A grammar of tool calls in llguidance's dialect of Lark, from the tool format and the functions' JSON schemas."""
+"""A grammar of tool calls in Lark, from the tool format and the functions' JSON schemas."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ class _Call:
         return not self.is_strict or sum(map(len, types)) == len(set().union(*types))
 
     def _normalised(self, schema: Any) -> dict[str, Any]:
-        """Return a part of the function's schema as an object; raise PipelineError if it is strict and not a schema."""
+        """Return a part of the schema as an object; if strict, raise PipelineError for no schema."""
         if self.is_strict and not is_schema(schema):
             raise self._refusal()
         return schema if isinstance(schema, dict) else NOTHING if schema is False else ANY
