@@ -123,7 +123,7 @@ def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def _is_symmetric(stored: Stored) -> bool | None:
-    """Return `sym` of a weight; AutoRound's extra_config and GPTQModel's dynamic state it by layer."""
+    """Return `sym` of a weight; `extra_config` and `dynamic` (GPTQModel) state it by layer."""
     for key in ("extra_config", "dynamic"):
         layers = stored.config.get(key)
         for pattern, own in layers.items() if isinstance(layers, dict) else ():
@@ -177,7 +177,7 @@ def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def _nvfp4(stored: Stored, part: str, of_tensor: str, is_divisor: bool) -> tuple[Tensor, ...]:
-    """Convert an NVFP4 weight; the part `of_tensor` divides or multiplies the scales in weight_scale."""
+    """Convert an NVFP4 weight; the part `of_tensor` divides or multiplies its scales."""
     packed, scales, second = stored[part], stored["weight_scale"], stored[of_tensor]
     out, inner = packed.shape[0], 2 * packed.shape[-1]
     types = packed.codec, scales.codec, second.codec

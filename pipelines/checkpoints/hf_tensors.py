@@ -103,7 +103,7 @@ def base_names(tensors: Mapping[str, Tensor], prefixes: tuple[str, ...] = ("embe
 
 
 def with_embedding(tensors: Mapping[str, Tensor], config: Mapping) -> dict[str, Tensor]:
-    """Return the tensors with an embedding; a tied model may store only the output head, its equal."""
+    """Return the tensors with an embedding; a tied model may store only the output head."""
     if HEAD not in tensors or config.get("tie_word_embeddings") is False or any(name in tensors for name in EMBEDDINGS):
         return dict(tensors)
     own = next(name for name in EMBEDDINGS if name.startswith("transformer.") is (config.get("model_type") == "gpt2"))

@@ -130,7 +130,7 @@ class Sampling:
         return self.temperature + (last - self.temperature) * share
 
     def penalised(self, history: Sequence[int]) -> Sequence[int]:
-        """Return the tokens of a text to which the repeat penalty applies, or all once if these are all."""
+        """Return the tokens of a text that the repeat penalty counts; if all, each once."""
         if self.repeat_penalty == 1 or not self.repeat_last_n:
             return []
         return [*dict.fromkeys(history)] if self.repeat_last_n < 0 else history[-self.repeat_last_n :]

@@ -103,7 +103,7 @@ class Embedder:
         return [{"role": role, "content": text} for role, text in found.items() if role != "system" or text]
 
     def _end_of_prompt(self) -> list[int] | None:
-        """Return the end of the prompt that the chat template makes of a query and a document, or None."""
+        """Return the tokens of the prompt after the document; None without a prompt."""
         assert self.tokenizer is not None
         texts = "its-query", "its-document"
         try:
