@@ -160,6 +160,23 @@ def test_phi3s_special_tokens_include_white_space(more, ids):
     assert tokenizer_of(small(**more)).encode("<|user|>\n a").ids == ids
 
 
+@pytest.mark.parametrize(
+    ("name", "pre", "mark", "sides"),
+    [
+        ("Phi-3", "gpt-2", "<s>", (False, False)),
+        ("Phi-3", "gpt-2", "<|endoftext|>", (False, False)),
+        ("Phi-3", "gpt-2", "<|end|>", (False, True)),
+        ("x", "jina-v2-de", "<mask>", (True, False)),
+        ("x", "jina-v2-de", "<s>", (False, False)),
+        ("x", "gpt-2", "<mask>", (False, False)),
+    ],
+)
+def test_sides_on_which_a_token_includes_white_space(name, pre, mark, sides):
+    metadata = {**byte_level(["a b"], pre, [mark]), "general.name": name}
+    (token,) = tokenizer_json(gguf_of(metadata))["added_tokens"]
+    assert (token["lstrip"], token["rstrip"]) == sides
+
+
 def test_phi3_is_recognised_by_its_architecture():
     """Newer files have the name "Phi 3"; Phi-4 has a byte-level vocabulary."""
     spec = {"model": "llama", "pre": "default", "name": "Phi 3", "special": [["<|user|>", 3]], "roles": {}}
