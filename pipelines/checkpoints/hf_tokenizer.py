@@ -252,6 +252,9 @@ def _with_old_files(path: Path, fields: Mapping, content: Mapping) -> tuple[dict
         if not isinstance(number, int) or isinstance(number, bool):
             raise CheckpointError(f"{path / _ADDED}: the id of {shorten_text(text)} is {shorten(number)}; correct the file")
         decoder[number] = _token(path, {"content": text}, text in special)
+    # A special token has the flags that these files give it, even if tokenizer.json has another token of its id.
+    of_text = {token["content"]: token for token in decoder.values()}
+    given |= {name: of_text[text] for name in NAMES if (text := _content(given.get(name))) in of_text}
     return given, decoder | {entry["id"]: _token(path, entry) for entry in _entries(content)}
 
 
