@@ -9,6 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
+from castiron.emitter.fixed_point import MAX_INTEGER
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -77,10 +79,21 @@ class Codec:
     zeros: bool = False
     e4m3: bool = False
 
-    @property
-    def code_bits(self) -> int:
-        """Return how many bits a code has after look-up in `table`: 8 with a table, else `bits`."""
-        return 8 if self.table else self.bits
+    @cached_property
+    def integers(self) -> tuple[int, int]:
+        """Return the smallest and the largest integer that int8 kernels multiply as a code.
+
+        These are the values of `table` times `int8_scale`, or else codes as they are stored.
+        """
+        if self.table:
+            found = [round(self.int8_scale * value) for value in self.table]
+            return min(found), max(found)
+        return (-128, 127) if self.bits == 8 else (0, (1 << self.bits) - 1)
+
+    def has_wide_dots(self, digits: int) -> bool:
+        """Return whether dot products with integers of `digits` bytes may not fit in an i32."""
+        peak = max(abs(code - self.offset) for code in self.integers)
+        return peak * self.group * MAX_INTEGER[digits] >= 1 << 31
 
     @property
     def quantised(self) -> bool:

@@ -22,7 +22,7 @@ from math import prod
 import numpy as np
 
 from castiron.emitter.abi import STORAGE, State, ring_rows
-from castiron.emitter.int8 import GROUP, as_bytes
+from castiron.emitter.fixed_point import GROUP, quantise
 from castiron.emitter.types import DTYPES, I8, DType, EmitError, TensorType
 
 SCALE_BYTES = 4  # little-endian
@@ -91,7 +91,7 @@ class Cache:
         if not self.grouped:
             return x.astype(self.dtype.numpy)
         groups, size = self.row(x.shape[-1])
-        numbers, scales = as_bytes(x.astype(np.float32).reshape(*x.shape[:-1], groups, size - SCALE_BYTES))
+        numbers, scales = quantise(x.astype(np.float32).reshape(*x.shape[:-1], groups, size - SCALE_BYTES))
         return np.concatenate([scales[..., None].view(np.int8), numbers.astype(np.int8)], axis=-1)
 
     def values(self, rows: np.ndarray) -> np.ndarray:

@@ -9,19 +9,22 @@ from castiron.emitter.codecs import codec_of, row_bytes
 from castiron.emitter.kernels.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.mlir.body import number
 from castiron.emitter.kernels.mlir.vector_math import rms_normed
-from castiron.emitter.kernels.round_x import of_bytes, rounded_types
+from castiron.emitter.kernels.quantise_x import dequantised, quantised_types
 from castiron.emitter.kernels.split_x import EXACT, joined, nearest, split_type
 from castiron.emitter.kernels.weights.packing import LANES, packed_shape, unpack
 from castiron.emitter.types import F32, I8, I32, TensorType
 
-# The format in which a kernel receives x:
-# exact: f32. canonical: f32, and sums are added in the same order for any number of tokens.
-# int8: quantised by `round_x`. A codec's table of floats is rounded to int8 too (`Codec.in_int8`).
+# How a kernel multiplies x:
+# f32: in f32, as all formats of floats in exact numerics. canonical: the same in an order that does not depend on tokens.
+# int24, int16, int8: quantised to integers of three, two or one bytes (`quantise_x`), whose dot products with codes are
+# exact. A codec's table of floats is rounded to int8 too (`Codec.in_int8`).
 # bf16_pairs, bf16_matrix: rounded to bf16 by `split_x`, for a vector unit and for a matrix unit; weights are rounded too.
 # bf16_split: split by `split_x` into three bf16 whose sum is x, for a matrix unit.
-NUMERICS = ("exact", "int8", "bf16_pairs", "bf16_matrix", "bf16_split", "canonical")
-FAST = ("int8", "bf16_pairs", "bf16_matrix")
+NUMERICS = ("f32", "int24", "int16", "int8", "bf16_pairs", "bf16_matrix", "bf16_split", "canonical")
+FAST = ("int16", "int8", "bf16_pairs", "bf16_matrix")
+DIGITS = {"int8": 1, "int16": 2, "int24": 3}
 PIECES = {"bf16_pairs": 1, "bf16_matrix": 1, "bf16_split": EXACT}
+MIN_PAIRS = 2  # min average (token, expert) pairs of an expert for which an MoE matmul groups pairs by expert
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,7 @@ class Matmul:
         weights of all experts, `tokens` is the number of (token, expert) pairs, and x has
         tokens / `per_row` rows.
     per_row: number of experts that each row of x uses; its pairs are consecutive.
-    numerics: one of `NUMERICS`, the format of the operand x; "canonical" is f32 with a fixed order
-        of additions.
+    numerics: one of `NUMERICS`, how x is multiplied.
 
     Raises ValueError for an unknown codec, and if the codec's block size does not divide
     `in_features`.
@@ -59,7 +61,7 @@ class Matmul:
     length: bool = False
     experts: int = 0
     per_row: int = 1
-    numerics: str = "exact"
+    numerics: str = "f32"
 
     def __post_init__(self) -> None:
         row_bytes(self.codec, self.in_features)
@@ -70,7 +72,7 @@ class Matmul:
         sizes = f"{self.codec}_{self.tokens}x{self.out_features}x{self.in_features}"
         if self.experts:
             sizes += f"_of{self.experts}by{self.per_row}"
-        numerics = f"_{self.numerics}" * (self.numerics != "exact")
+        numerics = f"_{self.numerics}" * (self.numerics != "f32")
         norm = "" if self.rms_eps is None else f"_rms{number(self.rms_eps)}"
         glu = f"_{self.glu}" if self.glu else ""
         flags = "_bias" * self.bias + "_residual" * self.residual + "_length" * self.length
@@ -79,6 +81,21 @@ class Matmul:
     @property
     def format(self) -> Codec:
         return codec_of(self.codec)
+
+    @property
+    def digits(self) -> int:
+        """Return the number of int8 digits of an element of quantised x; 0 if x is not quantised to integers."""
+        return DIGITS.get(self.numerics, 0)
+
+    @property
+    def is_grouped(self) -> bool:
+        """Return whether an MoE kernel multiplies the pairs of an expert together, not one by one."""
+        return self.experts > 0 and self.tokens >= MIN_PAIRS * self.experts
+
+    @property
+    def quantises_x(self) -> bool:
+        """Return whether the kernel itself quantises x, which is then an operand in f32."""
+        return self.digits > 0 and (not self.is_grouped if self.experts else self.tokens == 1)
 
     @property
     def blocks_per_result(self) -> int:
@@ -107,8 +124,8 @@ class Matmul:
 
         The result has those of the following operands that the kernel needs.
 
-        x: activations in f32, or rounded or split by the kernel `round_x` or `split_x`.
-        x_scales: scales of x, if x is int8.
+        x: activations in f32, or made by the kernel `quantise_x` or `split_x`.
+        x_scales, x_integer_sums: other results of `quantise_x`.
         x_sums: sums of x over each codec group, that is, over elements that share a scale.
         norm: weight of the RMS norm.
         weight: packed weight.
@@ -130,9 +147,8 @@ class Matmul:
 
     def _x_operands(self) -> dict[str, TensorType]:
         shape = self.tokens // self.per_row, self.in_features
-        if self.numerics == "int8":
-            made = rounded_types(*shape, self.format)
-            return {"x": made["y"], "x_scales": made["scales"], "x_sums": made["sums"]}
+        if self.digits and not self.quantises_x:
+            return quantised_types(*shape, self.format, self.digits)
         x = split_type(*shape, PIECES[self.numerics]) if self.numerics in PIECES else TensorType(shape, F32)
         given = {"x": x}
         if self.summed_groups:
@@ -143,8 +159,7 @@ class Matmul:
     def summed_groups(self) -> int:
         """Return the number of elements of x in each sum of the operand `x_sums`.
 
-        It is 0 if the kernel has no such operand, and if x is int8, because `round_x` computes
-        those sums.
+        It is 0 if the kernel has no such operand, and if `quantise_x` computes those sums.
         """
         if self.numerics == "canonical" and not self.experts:
             return self.format.group if self.format.summed else 0
@@ -180,16 +195,16 @@ class Matmul:
     def x_of(self, x: np.ndarray, scales: np.ndarray | None = None) -> np.ndarray:
         """Return the activations as f64 [rows, in], given the kernel's operands x and x_scales.
 
-        x may be f32, int8 or split into bf16, see `numerics`.
+        x may be f32, quantised to integers or split into bf16, see `numerics`.
         """
-        if self.numerics == "int8" and scales is not None:
-            return of_bytes(x, scales)
+        if scales is not None:
+            return dequantised(x, scales, self.digits)
         if self.numerics in PIECES:
             return joined(x, self.tokens // self.per_row, self.in_features)
         return x.astype(np.float64)
 
     def _unpacked(self, weight: np.ndarray) -> np.ndarray:
-        values = unpack(self.codec, weight, self.weight_rows, self.in_features, self.numerics == "int8")
+        values = unpack(self.codec, weight, self.weight_rows, self.in_features, self.digits > 0)
         return (nearest(values) if PIECES.get(self.numerics) == 1 else values).astype(np.float64)
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from castiron.emitter import ops
-from castiron.emitter.int8 import MAX_BYTE, MIN_SCALED
+from castiron.emitter.fixed_point import MAX_INTEGER, MIN_SCALED
 from castiron.emitter.ir import Op, Value
 from castiron.emitter.kv_cache import CACHES, SCALE_BYTES, Cache
 from castiron.emitter.types import F32, I8, I32
@@ -106,9 +106,9 @@ def _rounded(x: Value, stored: Cache) -> Value:
     peak = ops.reduce("maximum", ops.abs_(x), (3,))
     number = lambda value: ops.constant(value, F32, peak.shape)
     tiny = ops.compare("LT", peak, number(MIN_SCALED))
-    inverse = ops.select(tiny, number(0.0), ops.divide(number(MAX_BYTE), peak))
+    inverse = ops.select(tiny, number(0.0), ops.divide(number(MAX_INTEGER[1]), peak))
     numbers = ops.round_nearest_even(ops.multiply(x, ops.broadcast_in_dim(inverse, x.shape, (0, 1, 2))))
-    scale = ops.bitcast_convert(ops.divide(peak, number(MAX_BYTE)), I8)
+    scale = ops.bitcast_convert(ops.divide(peak, number(MAX_INTEGER[1])), I8)
     return ops.concatenate((scale, ops.convert(numbers, I8)), 3)
 
 

@@ -10,12 +10,10 @@ import numpy as np
 from castiron.emitter import ops
 from castiron.emitter.ir import Param, Value, parameter
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.matmul.prepared_x import group_sums
 from castiron.emitter.kernels.matmul.selection import numerics_of
 from castiron.emitter.kernels.matmul_spec import PIECES, Matmul
 from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.emitter.kernels.norm import norm
-from castiron.emitter.kernels.round_x import round_x
+from castiron.emitter.kernels.quantise_x import quantise_x
 from castiron.emitter.kernels.split_x import split_x
 from castiron.emitter.kernels.weights.packing import LANES, pack, packed_shape
 from castiron.emitter.step import Weight, source
@@ -55,7 +53,7 @@ class Projection:
     def matmul(self) -> Matmul:
         """Return the `Matmul` that selects the kernel: sizes, codec and fused operations.
 
-        Its `numerics` is "exact", so x stays f32; the caller may replace it.
+        Its `numerics` is "f32"; the caller replaces it.
         """
         rows = [w.shape[0] // (self.experts or 1) for w in self.weights]
         tokens = self.x.shape[0] if self.chosen is None else self.chosen.shape[0]
@@ -109,32 +107,22 @@ class Projector:
 
     def __call__(self, p: Projection) -> Value:
         matmul = replace(p.matmul, numerics=numerics_of(p.matmul, self.isa, self.fast, self.draft))
-        if p.norm and matmul.numerics == "int8":
-            # `round_x` reads the norm's result.
-            weight, eps = p.norm
-            normed = ops.kernel_call(norm("rms_norm", *p.x.shape, eps, isa=self.isa), x=p.x, weight=weight)["y"]
-            return self(replace(p, x=normed, norm=None))
         operands = p.operands(packed_param(p.weights, p.glu is not None, p.experts or 1))
         return ops.kernel_call(self.kernel_of(matmul), **self._x(p.x, matmul), **operands)["y"]
 
-    def _x(self, x: Value, matmul: Matmul) -> dict[str, Value]:
-        if matmul.numerics == "exact":
+    def _x(self, x: Value, matmul: Matmul) -> Mapping[str, Value]:
+        if matmul.numerics == "f32" or matmul.quantises_x:
             return {"x": x}
-        if matmul.numerics == "canonical":
-            if not matmul.summed_groups:
-                return {"x": x}
-            return {"x": x, "x_sums": self._made(x, group_sums(*x.shape, matmul.format, isa=self.isa))["sums"]}
-        if matmul.numerics == "int8":
-            made = self._made(x, round_x(*x.shape, matmul.format, isa=self.isa))
-            return {"x": made["y"], "x_scales": made["scales"], "x_sums": made["sums"]}
-        made = self._made(x, split_x(*x.shape, PIECES[matmul.numerics], matmul.summed_groups, isa=self.isa))
+        if matmul.digits:
+            return self._made(quantise_x(*x.shape, matmul.format, matmul.digits, isa=self.isa), x, source=x)
+        made = self._made(split_x(*x.shape, PIECES[matmul.numerics], matmul.summed_groups, isa=self.isa), x, x=x)
         return {"x": made["y"], **({"x_sums": made["sums"]} if matmul.summed_groups else {})}
 
-    def _made(self, x: Value, kernel: Kernel) -> Mapping[str, Value]:
+    def _made(self, kernel: Kernel, x: Value, **operands: Value) -> Mapping[str, Value]:
         # All matmuls that need x in one format share the conversion.
         key = x, kernel.name
         if key not in self.rounded:
-            self.rounded[key] = ops.kernel_call(kernel, x=x)
+            self.rounded[key] = ops.kernel_call(kernel, **operands)
         return self.rounded[key]
 
 

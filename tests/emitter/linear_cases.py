@@ -18,7 +18,7 @@ from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import PIECES, Matmul
 from castiron.emitter.kernels.mlir.isa import AVX2, ISAS, Isa
 from castiron.emitter.kernels.mlir.vector_math import rms_normed
-from castiron.emitter.kernels.round_x import rounded
+from castiron.emitter.kernels.quantise_x import quantised
 from castiron.emitter.kernels.split_x import nearest, split_x
 from castiron.emitter.kernels.weights.packing import pack
 from castiron.pipelines.evaluate.random_checkpoint import raw_rows
@@ -63,16 +63,15 @@ class Case:
         if self.matmul.length:
             special["length"] = np.int32((self.matmul.tokens + 1) // 2)
         types = self.matmul.operands()
-        if self.matmul.numerics != "exact":
+        if self.matmul.numerics != "f32" and not self.matmul.quantises_x:
             special |= self._made_of(rng.standard_normal((self.matmul.tokens, self.matmul.in_features)).astype(np.float32))
         return {n: special[n] if n in special else rng.standard_normal(t.shape).astype(np.float32) for n, t in types.items()}
 
     def _made_of(self, x: np.ndarray) -> dict[str, np.ndarray]:
         """Return the operands that are computed from x."""
         matmul = self.matmul
-        if matmul.numerics == "int8":
-            made = rounded(x, matmul.format)
-            return {"x": made["y"], "x_scales": made["scales"], "x_sums": made["sums"]}
+        if matmul.digits:
+            return quantised(x, matmul.format, matmul.digits)
         made = split_x(*x.shape, PIECES[matmul.numerics], matmul.summed_groups, isa=AVX2).reference(x=x)
         return {"x": made["y"], **({"x_sums": made["sums"]} if matmul.summed_groups else {})}
 
@@ -82,7 +81,7 @@ class Experts(Case):
 
     def of(self, expert: int) -> Case:
         """Return the matmul of one token with one expert's weight."""
-        single = replace(self.matmul, tokens=1, experts=0, per_row=1, length=False, numerics="exact")
+        single = replace(self.matmul, tokens=1, experts=0, per_row=1, length=False, numerics="f32")
         return Case(single, seed=self.seed + 10 * expert)
 
     def arguments(self) -> dict[str, np.ndarray]:
@@ -92,7 +91,7 @@ class Experts(Case):
         chosen = np.minimum(rng.geometric(0.5, matmul.tokens), matmul.experts).astype(np.int32) - 1
         chosen[0] = matmul.experts - 1
         given = {"x": x, "weight": packed, "chosen": chosen}
-        if matmul.numerics != "exact":
+        if matmul.numerics != "f32" and not matmul.quantises_x:
             given |= self._made_of(x)
         return given | ({"length": np.int32((len(x) + 1) // 2)} if matmul.length else {})
 
@@ -157,7 +156,7 @@ def in_features(codec_name: str) -> st.SearchStrategy[int]:
 
 
 def cases(
-    codec: str, tokens: st.SearchStrategy[int], max_out: int, *fused: str, numerics: str = "exact"
+    codec: str, tokens: st.SearchStrategy[int], max_out: int, *fused: str, numerics: str = "f32"
 ) -> st.SearchStrategy[Case]:
     """Return matmuls of any shape with any of the options named in `fused`."""
     values = {"rms_eps": st.sampled_from([1e-5, 1e-6]), "glu": st.sampled_from(list(ACTIVATIONS))}

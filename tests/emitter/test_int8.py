@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from castiron.emitter.codecs import CODECS
-from castiron.emitter.int8 import GROUP
+from castiron.emitter.fixed_point import GROUP
 from castiron.emitter.kernels.matmul.gemm_int8 import GemmInt8Tiles, SmallBatchInt8Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import ISAS

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from castiron.emitter.kernels.mlir.body import CACHE_LINE, Body, Index, Ssa
-from castiron.emitter.kernels.mlir.vector_math import as_bytes, low_bytes, numbers_of
+from castiron.emitter.kernels.mlir.vector_math import as_integers, low_bytes, numbers_of
 from castiron.emitter.kv_cache import EXACT, SCALE_BYTES, Cache
 from castiron.emitter.types import TensorType
 
@@ -104,7 +104,7 @@ class Rows:
         with b.loop(0, self.head_dim // group) as g:
             first = b.mul(g.index, group)
             offsets = range(0, group, self.width)
-            shifted, scale = as_bytes(b, [read(b.add(first, k)) for k in offsets])
+            shifted, scale = as_integers(b, [read(b.add(first, k)) for k in offsets])
             b.vstore(b.bitcast(b.broadcast(scale, 1), SCALE_BYTES, "i8"), self.buffer, *at, g.index, 0)
             factor = b.broadcast(scale, self.width)
             for k, x in zip(offsets, shifted, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from castiron.emitter.int8 import MAX_BYTE, MIN_SCALED
+from castiron.emitter.fixed_point import MAX_INTEGER, MIN_SCALED
 from castiron.emitter.kernels.attention.rows import Caches
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.mlir.body import F32, I32, Index, Ssa
@@ -126,8 +126,8 @@ class CacheRows:
         for x in xs:
             peak = b.maxf(b.math("absf", x), peak)
         tiny = b.compare("olt", peak, b.f32(float(MIN_SCALED)))
-        inverse = b.select(tiny, b.f32(0.0), b.divf(b.f32(MAX_BYTE), peak))
-        scale = b.divf(peak, b.f32(MAX_BYTE))
+        inverse = b.select(tiny, b.f32(0.0), b.divf(b.f32(MAX_INTEGER[1]), peak))
+        scale = b.divf(peak, b.f32(MAX_INTEGER[1]))
         self._store(b.as_type(scale, I32), word, only)
         for i in range(0, size, 4):
             codes = b.i32(0)

@@ -192,7 +192,7 @@ def layout_of(codec_name: str) -> Layout:
         return Layout(codec_name, 32, "")
     if not codec.has_integers:
         return Layout(codec_name, 16, scales, codec.group, 0, codec.minimum)
-    if codec.code_bits <= 4:
+    if not codec.table and codec.bits <= 4:
         return Layout(codec_name, 4, scales, codec.group, codec.offset, codec.minimum)
     return Layout(codec_name, 8, scales, codec.group, 128, codec.minimum)
 

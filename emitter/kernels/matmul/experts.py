@@ -28,10 +28,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from castiron.emitter.int8 import GROUP
-from castiron.emitter.kernels.matmul import gemm, gemm_int8
+from castiron.emitter.fixed_point import GROUP
+from castiron.emitter.kernels.matmul import gemm, gemm_integer
 from castiron.emitter.kernels.matmul.gemm import Gemm, GemmTiles
-from castiron.emitter.kernels.matmul.gemm_int8 import GemmInt8, GemmInt8Tiles
+from castiron.emitter.kernels.matmul.gemm_integer import GemmInteger, GemmIntegerTiles
 from castiron.emitter.kernels.matmul.gemv import Gemv
 from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
 from castiron.emitter.kernels.matmul.tiles import Buffers, Finish, PanelTiles, even_share, panel_columns
@@ -42,11 +42,9 @@ from castiron.emitter.kernels.mlir.vector_math import outer
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import Decoded, units
 
-# Min average pairs of an expert for which pairs are grouped by expert, with x in f32 and in int8.
-MIN_PAIRS, MIN_INT8_PAIRS = 3, 2
 DECODING = 4  # decoding the weights of a block takes as long as the computation of this many pairs
-# Max pairs of a block whose weights are decoded in registers, without a panel, with x in f32 and in int8.
-DIRECT, DIRECT_INT8 = 32, 16
+# Max pairs of a block whose weights are decoded in registers, without a panel, with x in f32 and in integers.
+DIRECT, DIRECT_INTEGER = 32, 16
 UNITS = 8  # units of k (`panel.units`) of a float codec per loop iteration
 
 
@@ -116,17 +114,17 @@ class GroupedTiles(_PairTiles, GemmTiles):
 
 
 @dataclass(frozen=True)
-class GroupedInt8Tiles(_PairTiles, GemmInt8Tiles):
-    """The tile sizes of `GroupedInt8`, an MoE matmul for int8 x that groups tokens by expert."""
+class GroupedIntegerTiles(_PairTiles, GemmIntegerTiles):
+    """The tile sizes of `GroupedInteger`, an MoE matmul for quantised x that groups tokens by expert."""
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
         wide, row_blocks = panel_columns(matmul, isa.lanes == LANES)
-        rows = gemm_int8.MAX_ROWS[isa.lanes]
+        rows = gemm_integer.MAX_ROWS[isa.lanes]
         budget = (STACK_BYTES - 4 * matmul.experts) // (LANES * row_blocks)
         tokens = _pairs_of_block(matmul, rows, min(gemm.MAX_TOKENS, budget // 5 * 3 // 5))
-        depth = gemm_int8.int8_depth(matmul, budget - 5 * tokens)
-        small = _small_tiles(isa, rows, min(DIRECT_INT8, tokens))
+        depth = gemm_integer.int8_depth(matmul, budget - 5 * tokens)
+        small = _small_tiles(isa, rows, min(DIRECT_INTEGER, tokens))
         return cls(rows, wide, row_blocks, depth, tokens, workgroups=PARTS * threads, **small)
 
 
@@ -300,8 +298,8 @@ class Grouped(Gemm):
         return found.__getitem__
 
 
-class GroupedInt8(Grouped, GemmInt8):
-    """A writer of the body of an MoE matmul kernel for int8 x that groups tokens by expert."""
+class GroupedInteger(Grouped, GemmInteger):
+    """A writer of the body of an MoE matmul kernel for quantised x that groups tokens by expert."""
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
         b, records, parts, (first_block, _, first_column) = self.b, self.panel.records, self.step.parts, sides[0]

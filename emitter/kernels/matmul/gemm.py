@@ -15,25 +15,10 @@ sizes (`PanelTiles`). The right column names the memory that the line writes:
         Y[tokens, columns] = epilogue(sums)                                                memory
 
 Rows of Y from `length` on are padding and become zero.
-
-`GemmCanonical` is for quantised weights. It adds in the same order as `gemv`, so that a token gets
-the same bits whether it is computed in a chunk or as the only token. Its panel has the codes of
-weights, the stored numbers before scaling. A codec group is a group of elements of a row that share
-a scale. The kernel adds x * code over a codec group first, and then multiplies by the scale. With
-the names of `codec.Parts`, a codec group adds to the sums of a token:
-
-    codec with minima      d * scale * sum(x * code) +- m * minimum * sum(x)
-    codec with an offset   d * scale * (sum(x * code) - offset * sum(x))
-
-The operand `x_sums` has sum(x) of each codec group, already multiplied by +1 or -1 (the sign of
-minima) or by -offset.
-
-Unlike `GemmCanonical`, `gemv` computes with codes that are multiplied by powers of two, and with x
-divided by them (`code_factors`). Both give the same bits unless |x| is below 1e-30.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 from castiron.emitter.kernels.matmul.tiles import (
@@ -50,7 +35,7 @@ from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import outer
 from castiron.emitter.kernels.weights.packing import LANES
-from castiron.emitter.kernels.weights.panel import CodePanel, Panel, units
+from castiron.emitter.kernels.weights.panel import Panel, units
 
 MAX_DEPTH = 288  # a panel of 18 KB for 16 columns; larger panels would evict x from the L1 cache
 MAX_TOKENS = 132  # more tokens would evict x from the L2 cache between blocks of columns
@@ -193,57 +178,3 @@ class Gemm:
             sums = b.unrolled(depth, self.tiles.unroll, [b.vload(self.sums, lanes, *sum_at) for sum_at in at], step)
             for total, sum_at in zip(sums, at, strict=True):
                 b.vstore(total, self.sums, *sum_at)
-
-
-@dataclass(frozen=True)
-class GemmCanonicalTiles(GemmTiles):
-    """The tile sizes of `GemmCanonical`.
-
-    Its panel, a stack buffer for a part of the weight, has codes, scales and minima of weights.
-    """
-
-    def stack_bytes(self, matmul: Matmul) -> int:
-        return super().stack_bytes(matmul) + 4 * LANES * self.row_blocks * 2 * (self.depth // matmul.format.group)
-
-    @classmethod
-    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        tiles, size = super().default(matmul, isa, threads), matmul.format.group
-        fitting = STACK_BYTES // (4 * LANES * tiles.row_blocks) - tiles.tokens
-        limit = min(MAX_DEPTH, fitting * size // (size + 2)) // size
-        return replace(tiles, depth=even_share(-(-matmul.in_features // size), limit) * size)
-
-
-class GemmCanonical(Gemm):
-    """A `Gemm` whose order of additions is the same for any number of tokens.
-
-    So a token gets the same bits, whichever other tokens are multiplied with it.
-    """
-
-    panel_type = CodePanel
-
-    def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:
-        b, lanes, group = self.b, self.lanes, self.panel.codec.group
-        width, x_row, x_sums = LANES * self.tiles.wide, self._x_rows(token, rows), self.buffers.get("x_sums")
-        with b.loop(0, self.columns, width) as column, b.loop(0, depth // group) as g:
-            columns = [b.add(column.index, c) for c in range(0, width, lanes)]
-            number = b.add(b.div(k, group), g.index)
-            row_sums = [b.broadcast(b.load(x_sums, x_row(r), number), lanes) for r in range(rows)] if x_sums else []
-            start = [b.splat(0.0, lanes)] * (rows * len(columns))
-            if self.panel.codec.offset:
-                start = [total for total in row_sums for _ in columns]
-            first = b.mul(g.index, group)
-
-            def step(i: Index, sums: Sequence[Ssa]) -> list[Ssa]:
-                j = b.add(first, i)
-                codes = [b.vload(self.panel.codes, lanes, j, c) for c in columns]
-                x = (b.broadcast(b.load(self.buffers["x"], x_row(r), b.add(k, j)), lanes) for r in range(rows))
-                return outer(b, x, codes, sums)
-
-            dots = b.unrolled(group, min(self.tiles.unroll, group), start, step)
-            scales = [b.vload(self.panel.scales, lanes, g.index, c) for c in columns]
-            minima = [b.vload(self.panel.minima, lanes, g.index, c) for c in columns] if self.panel.minima else []
-            for r in range(rows):
-                for i, c in enumerate(columns):
-                    at = b.add(row, r), c
-                    total = b.fma(dots[r * len(columns) + i], scales[i], b.vload(self.sums, lanes, *at))
-                    b.vstore(b.fma(minima[i], row_sums[r], total) if minima else total, self.sums, *at)

@@ -1,36 +1,24 @@
-"""Compute y = W x for one token; packed weights are decoded in registers, and sums are f32.
+"""Compute y = W x for one token; packed weights are decoded in registers.
 
 Layout of a packed W (`weights.packing`): 16 rows of W are a row block. Each lane of a vector
 computes one of these rows, so nothing is added across lanes. A row block is a sequence of records.
 A record has one codec block (such as 32 or 256 elements) of each of the 16 rows.
 
-A weight is d * scale * code + m * minimum (`codec.Parts`). Each codec block has d and m. Its
-elements are divided into groups, and each group has a scale and a minimum.
-
     each workgroup: a share of the row blocks
-      xs [in] = norm(x) * code_factors                                                     stack, L2
-      sums [in / group] = sum of norm(x) over each group                                   stack, L2
+      xs [in] = norm(x), quantised to integers if codes are integers                       stack, L2
       for `together` row blocks at a time:
-        for record, for group in record:
-          dots = sum over k in group of code[k] * xs[k]        in `chains` independent accumulators
-          y += d * scale * dots + m * minimum * sums[group]                                registers
+        for record, for unit of 32 elements in record:
+          y = y + W[rows, unit] * xs[unit]                            `gemm_integer.Step`  registers
         y = epilogue(y)                                                                       memory
 
-- A code is read as `f32(word & mask)`, without a shift, so the result is the code times a power of
-  two. `code_factors` are the inverses of these powers.
-- `sums` are also multiplied by -1 if minima are subtracted, or by -offset if codes are stored with
-  an offset (`group_sum`).
 - With a GLU, row blocks of gate and of up alternate in W. Each row block of gate is computed in the
   same set of row blocks as the next one, which belongs to up.
 - If xs does not fit on the stack, the kernel prepares and multiplies one part of x after another,
   and stores partial results on the stack. It is slower, because the core then reads a part of a row
   block and skips the rest, and hardware prefetchers read on at the end of every part.
+- Codes that are not integers (E4M3, NF4): for each codec group, y += d * sum(code[k] * x[k]) in f32.
 - Float codecs: a record has one element of each row (bf16: two), and is not decoded.
-- With --numerics canonical, `chains` is 1, and groups are added in the same order as in the kernels
-  for several tokens.
-
-For codes of up to three bits, table look-ups replace multiplications where they are faster
-(`is_summed_by_tables`): a lane looks up the sum of x times several codes in a table (`sum_tables`).
+- For floats, sums are in `chains` independent accumulators; with --numerics canonical in one.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,16 +26,16 @@ from functools import partial
 
 from castiron.emitter.kernels.epilogue import combine, with_operands
 from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
-from castiron.emitter.kernels.matmul.prepared_x import PreparedX, bytes_per_element
-from castiron.emitter.kernels.matmul.sum_tables import SumTables, is_summed_by_tables, table_bytes
+from castiron.emitter.fixed_point import GROUP
+from castiron.emitter.kernels.matmul.gemm_integer import Step
+from castiron.emitter.kernels.matmul.prepared_x import PreparedX, QuantisedX
 from castiron.emitter.kernels.matmul.tiles import Buffers, each_block
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import CACHE_LINE, L2_STACK_BYTES, Body, Index, Ssa, batches
 from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.emitter.kernels.mlir.lookup import permuted, shifted_index
 from castiron.emitter.kernels.mlir.vector_math import tree
 from castiron.emitter.kernels.weights.packing import LANES
-from castiron.emitter.kernels.weights.records import GroupCodes, Records
+from castiron.emitter.kernels.weights.records import Records
 
 BATCH = 32  # sets of row blocks whose totals stay on the stack if x is prepared in parts
 
@@ -66,8 +54,6 @@ class Gemv:
     Arguments and results of the methods:
     row_blocks: indices of the row blocks that are computed together.
     record: index of a record in its row block.
-    slot: index of the record in the part of x that is on the stack; in `_group`, index of the codec
-        group in this part.
     totals, results: one vector for each (i, v) in `self.sides`. Its lanes are the results of rows
         v * lanes .. (v + 1) * lanes - 1 of row block row_blocks[i].
     """
@@ -83,9 +69,8 @@ class Gemv:
         y_row: Index = 0,
         base: Index = 0,
     ):
-        self.b, self.codec, self.tiles, self.buffers = b, matmul.format, tiles, buffers
+        self.b, self.codec, self.tiles, self.buffers, self.base = b, matmul.format, tiles, buffers, base
         self.chains = 1 if isa.canonical else tiles.chains
-        self.canonical, self.by_tables = isa.canonical, is_summed_by_tables(matmul.format, isa)
         self.lanes, self.x_row, self.y_row = isa.lanes, x_row, y_row
         self.matmul, self.isa, self.out_features, self.in_features = matmul, isa, matmul.out_features, matmul.in_features
         self.row_blocks, self.count, self.size = matmul.weight_shape
@@ -103,10 +88,8 @@ class Gemv:
 
         share: index of the share. The shares have about the same number of rows.
         """
-        b, elements = self.b, self.layout.elements
-        x_bytes = elements * bytes_per_element(self.codec)
-        if self.by_tables:
-            x_bytes += self.layout.groups * table_bytes(self.codec, self.isa) - 4 * elements
+        b, elements, matmul = self.b, self.layout.elements, self.matmul
+        x_bytes = elements * (QuantisedX.bytes_per_element(matmul) if matmul.digits else 4)
         space = L2_STACK_BYTES - 4 * LANES * BATCH * self.set
         chunks = -(-self.count // max(1, int(space // x_bytes)))
         chunk = -(-self.count // chunks)  # records
@@ -118,11 +101,12 @@ class Gemv:
             for line in range(0, self.size, CACHE_LINE):
                 for block in row_blocks:
                     self.records.prefetch(block, record.index, line)
-        self.x: PreparedX
-        if self.by_tables:
-            self.x = self.tables = SumTables(b, self.matmul, self.isa, self.buffers, chunk * elements, self.x_row)
+        self.x: PreparedX | QuantisedX
+        if matmul.digits:
+            self.x = QuantisedX(b, matmul, self.lanes, self.buffers, chunk * elements, self.x_row)
+            self.step = Step(b, matmul, self.isa, self.buffers["weight"], self.x.made, self.base)
         else:
-            self.x = PreparedX(b, self.matmul, self.lanes, self.buffers, chunk * elements, 1, self.x_row)
+            self.x = PreparedX(b, matmul, self.lanes, self.buffers, chunk * elements, row=self.x_row)
         if chunks == 1:
             self._sets(low, high, 0, self.count, None)
             return
@@ -177,14 +161,19 @@ class Gemv:
         # totals + the dot products of records first .. last - 1
         if not self.codec.quantised:
             return self._float_dots(row_blocks, first, last, totals)
+        add, elements = (self._integer_unit, GROUP) if self.matmul.digits else (self._float_group, self.codec.group)
+        units = self.layout.elements // elements
         with self.b.loop(first, last, carry=totals) as record:
-            if self.layout.groups == 1:
-                add = self._group_record
-            else:
-                add = self._canonical_record if self.canonical else self._super_record
+            if units > 1:
                 for prefetch in self._prefetches(row_blocks, record.index, 0, self.layout.codes):  # scales and minima
                     prefetch()
-            record.give(*add(row_blocks, record.index, self.b.sub(record.index, first), record.values))
+            with self.b.loop(0, units, carry=record.values) as unit:
+                at = 0 if units == 1 else unit.index
+                offset, nbytes = self.records.extent(self.b.mul(at, elements // self.codec.group), elements // self.codec.group)
+                soon = self._prefetches(row_blocks, record.index, offset, nbytes)
+                slot = self.b.add(self.b.mul(self.b.sub(record.index, first), units), at)
+                unit.give(*add(row_blocks, record.index, at, slot, unit.values, soon))
+            record.give(*unit.results)
         return record.results
 
     def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
@@ -203,122 +192,56 @@ class Gemv:
             for block in row_blocks
         ]
 
-    def _group_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        # For a record of one codec group: totals + d * sum(x * code) + m * sum(x).
-        b, records = self.b, self.records
-        dots = self._group(row_blocks, record, 0, slot, self._prefetches(row_blocks, record, 0, self.size))
-        done = []
-        for (i, v), matmul, total in zip(self.sides, dots, totals, strict=True):
-            total = b.fma(matmul, records.d(row_blocks[i], record, v), total)
-            minimum = records.m(row_blocks[i], record, v)
-            if minimum is not None:
-                total = b.fma(minimum, self.x.sum_of(slot), total)
-            done.append(total)
-        return done
-
-    def _super_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        # For a record of several codec groups, each with a scale and a minimum:
-        # totals + d * sum(scale * sum(x * code)) + m * sum(minimum * sum(x)), where the outer sums are over the groups.
-        b, records, groups = self.b, self.records, self.layout.groups
-        minima = self.codec.minimum != 0
-        zeros = [b.splat(0.0, self.lanes)] * len(self.sides)
-        with b.loop(0, groups, carry=zeros * (1 + minima)) as g:
-            soon = self._prefetches(row_blocks, record, records.codes_at(g.index), self.layout.group_bytes)
-            at = b.add(b.mul(slot, groups), g.index)
-            dots = self._group(row_blocks, record, g.index, at, soon)
-            sums, lows = list(g.values[: len(self.sides)]), list(g.values[len(self.sides) :])
-            for n, (i, v) in enumerate(self.sides):
-                scale = records.group_scale(row_blocks[i], record, g.index, v)
-                sums[n] = b.addf(dots[n], sums[n]) if scale is None else b.fma(dots[n], scale, sums[n])
-                low = records.group_minimum(row_blocks[i], record, g.index, v)
-                if low is not None:
-                    lows[n] = b.fma(low, self.x.sum_of(at), lows[n])
-                elif minima:
-                    lows[n] = b.addf(self.x.sum_of(at), lows[n])
-            g.give(*sums, *lows)
-        done = []
-        for n, (i, v) in enumerate(self.sides):
-            total = b.fma(g.results[n], records.d(row_blocks[i], record, v), totals[n])
-            minimum = records.m(row_blocks[i], record, v)
-            if minimum is not None:
-                total = b.fma(g.results[len(self.sides) + n], minimum, total)
-            done.append(total)
-        return done
-
-    def _canonical_record(self, row_blocks: list[Index], record: Index, slot: Index, totals: list[Ssa]) -> list[Ssa]:
-        # In canonical order: one codec group after another adds d * scale * sum(x * code) + m * minimum * sum(x).
-        b, records, groups = self.b, self.records, self.layout.groups
-        with b.loop(0, groups, carry=totals) as g:
-            soon = self._prefetches(row_blocks, record, records.codes_at(g.index), self.layout.group_bytes)
-            at = b.add(b.mul(slot, groups), g.index)
-            dots, done = self._group(row_blocks, record, g.index, at, soon), []
-            for (i, v), matmul, total in zip(self.sides, dots, g.values, strict=True):
-                scale, minimum = records.scale_and_minimum(row_blocks[i], record, g.index, v)
-                total = b.fma(matmul, scale, total)
-                done.append(total if minimum is None else b.fma(minimum, self.x.sum_of(at), total))
-            g.give(*done)
-        return g.results
-
-    def _group(
-        self, row_blocks: list[Index], record: Index, group: Index, slot: Index, soon: list[Callable[[], None]]
+    def _integer_unit(
+        self, row_blocks: list[Index], record: Index, unit: Index, slot: Index, totals: list[Ssa], soon: list[Callable[[], None]]
     ) -> list[Ssa]:
-        """Return the sum of x * code over one codec group, for every row of `row_blocks`.
+        """Return totals + the dot products of a unit of 32 elements with `row_blocks`.
 
-        The result is a list of vectors, in the order of `self.sides` (see the class). A codec group
-        is some elements of a row that share a scale.
-
-        row_blocks, record: see the class.
-        group: index of the group in the record.
-        slot: index of the group in the part of x that is on the stack.
+        unit: index of the unit in the record. slot: its index in the part of x that is on the stack.
         soon: functions that each emit a prefetch. They are called between the multiplications,
             because many prefetches in sequence stall the CPU.
         """
-        b, chains = self.b, self.chains
-        codes = [self.records.group_codes(block, record, group) for block in row_blocks]
-        if self.by_tables:
-            return self._looked_up(codes, slot, soon)
+        done, parts = [], self.step.parts
+        groups = [(record, self.b.add(self.b.mul(unit, parts), part)) for part in range(parts)]
+        for n, (i, v) in enumerate(self.sides):
+            for prefetch in _share(soon, n, len(self.sides)):
+                prefetch()
+            done += self.step.add_packed([totals[n]], [0], slot, row_blocks[i], groups, v)
+        return done
+
+    def _float_group(
+        self, row_blocks: list[Index], record: Index, group: Index, slot: Index, totals: list[Ssa], soon: list[Callable[[], None]]
+    ) -> list[Ssa]:
+        # The same for a codec group, whose codes are floats: totals + d * sum(x * code).
+        b, chains, records, x = self.b, self.chains, self.records, self.x
+        assert isinstance(x, PreparedX)
+        codes = [records.group_codes(block, record, group) for block in row_blocks]
         start = b.mul(slot, self.codec.group)
-        offset = self.x.sum_of(slot) if self.codec.offset else None
-        sums: list[list[Ssa | None]] = [[offset] + [None] * (chains - 1) for _ in self.sides]
+        sums: list[list[Ssa | None]] = [[None] * chains for _ in self.sides]
         for k in range(self.codec.group):
             if k % 8 == 0:
                 for prefetch in _share(soon, k // 8, self.codec.group // 8):
                     prefetch()
-            x = self.x.at(b.add(start, k))
+            element = x.at(b.add(start, k))
             for n, (i, v) in enumerate(self.sides):
                 code, so_far = codes[i].code(k, v), sums[n][k % chains]
-                sums[n][k % chains] = b.mulf(code, x) if so_far is None else b.fma(code, x, so_far)
-        return [tree(b.addf, [part for part in parts if part is not None]) for parts in sums]
-
-    def _looked_up(self, codes: list[GroupCodes], group: Index, soon: list[Callable[[], None]]) -> list[Ssa]:
-        # Table look-ups in place of multiplications. codes: of the group in each row block.
-        b, x, chains = self.b, self.tables, self.chains
-        sums: list[list[Ssa | None]] = [[None] * chains for _ in self.sides]
-        number, count = 0, x.words * len(x.slices)
-        for word in range(x.words):
-            for n, (shift, _) in enumerate(x.slices):
-                if number % 4 == 0:
-                    for prefetch in _share(soon, number // 4, -(-count // 4)):
-                        prefetch()
-                table = x.table(group, word, n)
-                for side, (i, v) in enumerate(self.sides):
-                    found = permuted(b, self.isa, table, shifted_index(b, self.isa, codes[i].word(word, v), shift))
-                    so_far = sums[side][number % chains]
-                    sums[side][number % chains] = found if so_far is None else b.addf(so_far, found)
-                number += 1
-        return [tree(b.addf, [part for part in parts if part is not None]) for parts in sums]
+                sums[n][k % chains] = b.mulf(code, element) if so_far is None else b.fma(code, element, so_far)
+        dots = [tree(b.addf, [part for part in parts if part is not None]) for parts in sums]
+        scales = [records.scale_and_base(row_blocks[i], record, group, v)[0] for i, v in self.sides]
+        return [b.fma(dot, scale, total) for dot, scale, total in zip(dots, scales, totals, strict=True)]
 
     def _float_dots(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
-        b, chains, unroll, elements = self.b, self.chains, self.tiles.unroll, self.layout.elements
+        b, chains, unroll, elements, x = self.b, self.chains, self.tiles.unroll, self.layout.elements, self.x
+        assert isinstance(x, PreparedX)
         zeros = [b.splat(0.0, self.lanes)] * len(self.sides)
 
         def add(record: Index, sums: list[Ssa], number: int) -> None:
             weights = [self.records.elements(row_blocks[i], record, v) for i, v in self.sides]
             for e in range(elements):
-                x = self.x.at(b.add(b.mul(b.sub(record, first), elements), e))
+                element = x.at(b.add(b.mul(b.sub(record, first), elements), e))
                 chain = (number * elements + e) % chains * len(self.sides)
                 for n, weight in enumerate(weights):
-                    sums[chain + n] = b.fma(weight[e], x, sums[chain + n])
+                    sums[chain + n] = b.fma(weight[e], element, sums[chain + n])
 
         full = (last - first) // unroll * unroll
         with b.loop(first, first + full, unroll, carry=totals + zeros * (chains - 1)) as loop:

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Self
 
-from castiron.emitter.kernels.matmul.sum_tables import is_summed_by_tables
 from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import PARTS
 from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.emitter.kernels.weights.packing import LANES, layout
+from castiron.emitter.kernels.weights.packing import LANES
 
 # Distance of prefetched weights: of one row block, and of all row blocks that are read at the same time.
 AHEAD_BYTES, AHEAD_TOTAL = 5 << 10, 10 << 10
@@ -58,12 +57,11 @@ class GemvTiles(Tiles):
             together = _together(blocks, workgroups, (4, 2) if matmul.glu else (4, 3, 2))
             ahead = -(-AHEAD_TOTAL // (together * size))
             return cls(together, 1 if isa.canonical else 2, ahead, workgroups=workgroups)
-        if isa.canonical or is_summed_by_tables(codec, isa):
-            return cls(2, 1 if isa.canonical else 2, ahead, workgroups=workgroups)
-        # Two row blocks overflow the registers for K-quants, which have two levels of scales, and for all codecs on NEON.
-        together = 1 if layout(codec).groups > 1 or (codec.quantised and isa.lanes < 8) else 2
-        chains = {("q4_k", 8): 3}.get((codec.name, isa.lanes), 4 if isa.lanes == LANES else 2)
-        return cls(together, chains, ahead, workgroups=workgroups)
+        if isa.canonical:
+            return cls(2, 1, ahead, workgroups=workgroups)
+        # Two row blocks overflow the registers for codes.
+        together = 1 if codec.quantised else 2
+        return cls(together, 4 if isa.lanes == LANES else 2, ahead, workgroups=workgroups)
 
 
 def _together(blocks: int, workgroups: int, choices: Sequence[int]) -> int:

@@ -6,32 +6,34 @@ from functools import cache
 from typing import Any
 
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.matmul import experts, gemm_matrix, small_batch
-from castiron.emitter.kernels.matmul.experts import ExpertGemvs, Grouped, GroupedInt8, GroupedInt8Tiles, GroupedTiles
-from castiron.emitter.kernels.matmul.gemm import Gemm, GemmCanonical, GemmCanonicalTiles, GemmTiles
+from castiron.emitter.kernels.matmul import gemm_matrix, small_batch
+from castiron.emitter.kernels.matmul.experts import ExpertGemvs, Grouped, GroupedInteger, GroupedIntegerTiles, GroupedTiles
+from castiron.emitter.kernels.matmul.gemm import Gemm, GemmTiles
 from castiron.emitter.kernels.matmul.gemm_bf16 import GemmBf16, GemmBf16Tiles
-from castiron.emitter.kernels.matmul.gemm_int8 import GemmInt8, GemmInt8Tiles, SmallBatchInt8, SmallBatchInt8Tiles
+from castiron.emitter.kernels.matmul.gemm_integer import (
+    GemmInteger,
+    GemmIntegerTiles,
+    SmallBatchInteger,
+    SmallBatchIntegerTiles,
+)
 from castiron.emitter.kernels.matmul.gemm_matrix import GemmMatrix, GemmMatrixTiles
 from castiron.emitter.kernels.matmul.gemv import Gemv
 from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
 from castiron.emitter.kernels.matmul.small_batch import SmallBatch, SmallBatchTiles
-from castiron.emitter.kernels.matmul.sum_tables import additions, is_summed_by_tables
 from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.emitter.kernels.split_x import DEPTH
 
 # Columns: predicate of a matmul, prefix of the kernel's name, class of its tiles, class that emits its body.
 _CHOICES: tuple[tuple[Callable[[Matmul], bool], str, type[Tiles], type[Any]], ...] = (
-    (lambda m: m.experts > 0 and m.numerics == "int8", "grouped", GroupedInt8Tiles, GroupedInt8),
-    (lambda m: 0 < experts.MIN_PAIRS * m.experts <= m.tokens and m.numerics == "exact", "grouped", GroupedTiles, Grouped),
+    (lambda m: m.is_grouped and m.digits > 0, "grouped", GroupedIntegerTiles, GroupedInteger),
+    (lambda m: m.is_grouped and m.numerics == "f32", "grouped", GroupedTiles, Grouped),
     (lambda m: m.experts > 0, "gemv", GemvTiles, ExpertGemvs),
-    (lambda m: m.numerics == "int8" and m.tokens <= small_batch.MAX_TOKENS, "few", SmallBatchInt8Tiles, SmallBatchInt8),
     (lambda m: m.tokens == 1, "gemv", GemvTiles, Gemv),
-    (lambda m: m.numerics == "int8", "gemm", GemmInt8Tiles, GemmInt8),
+    (lambda m: m.digits > 0 and m.tokens <= small_batch.MAX_TOKENS, "few", SmallBatchIntegerTiles, SmallBatchInteger),
+    (lambda m: m.digits > 0, "gemm", GemmIntegerTiles, GemmInteger),
     (lambda m: m.numerics in ("bf16_split", "bf16_matrix"), "gemm", GemmMatrixTiles, GemmMatrix),
     (lambda m: m.numerics == "bf16_pairs", "gemm", GemmBf16Tiles, GemmBf16),
-    (lambda m: m.numerics == "canonical", "gemm", GemmCanonicalTiles, GemmCanonical),
     (lambda m: m.tokens <= small_batch.MAX_TOKENS, "few", SmallBatchTiles, SmallBatch),
     (lambda m: True, "gemm", GemmTiles, Gemm),
 )
@@ -42,33 +44,24 @@ def _choice(matmul: Matmul) -> tuple[str, type[Tiles], type[Any]]:
 
 
 def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool, is_draft: bool = False) -> str:
-    """Return the fastest format that is allowed for x of a matmul, one of `matmul_spec.NUMERICS`.
+    """Return how a matmul multiplies x, one of `matmul_spec.NUMERICS`.
 
     is_fast: whether x of several tokens may be rounded to int8 or bf16 (`--numerics fast`).
     is_draft: whether x of one token may be rounded too (`--numerics draft`).
-
-    If `isa.canonical`, additions need a fixed order, and x is not rounded. The result is then
-    "canonical", or "exact" if the exact kernel already adds in this order.
     """
-    if isa.canonical:
-        # For few tokens and for float weights, the exact kernels add in canonical order already.
-        is_batched = matmul.experts or (matmul.format.quantised and matmul.tokens > small_batch.MAX_TOKENS)
-        return "canonical" if is_batched else "exact"
     codec = matmul.format
-    # AVX2 must widen 8-bit codes and table entries to s16, so that int8 measured 0.8 to 0.95 times the speed of f32.
-    is_slow_in_int8 = codec.code_bits == 8 and isa.dot == "madd" and isa.lanes == 8
+    exact = "int24" if codec.quantised and codec.has_integers else "f32"
+    if isa.canonical:
+        return exact
+    # AVX2 must widen 8-bit codes to s16, so that int8 measured 0.8 to 0.95 times the speed of f32.
+    is_slow_in_int8 = codec.integers[1] - codec.integers[0] > 127 and isa.dot == "madd" and isa.lanes == 8
     has_int8 = codec.quantised and not codec.e4m3 and not is_slow_in_int8
+    if matmul.tokens == 1 and not matmul.experts:
+        return "int8" if is_draft and has_int8 else exact
     if matmul.experts:
         # Memory bandwidth limits a matmul of few pairs, so rounding x would not make it faster.
-        is_grouped = matmul.tokens >= experts.MIN_INT8_PAIRS * matmul.experts
-        return "int8" if is_fast and is_grouped and has_int8 else "exact"
-    if matmul.tokens == 1:
-        # VNNI multiplies four codes in one instruction. K-quants, which have more scales, and wider codes are not faster.
-        is_faster = isa.dot == "vnni" and codec.code_bits == 4 and codec.group == codec.block
-        return "int8" if is_draft and has_int8 and is_faster else "exact"
+        return "int8" if is_fast and matmul.is_grouped and has_int8 else exact
     min_tokens = gemm_matrix.MIN_INT8_TOKENS if is_fast and has_int8 else gemm_matrix.MIN_TOKENS
-    if not is_fast and gemm_matrix.has_small_panel(codec) and codec.group >= DEPTH:
-        min_tokens = gemm_matrix.MIN_SMALL_TOKENS
     if isa.matrix and matmul.tokens >= min_tokens and (is_fast or codec.has_bf16_codes):
         return "bf16_matrix" if is_fast else "bf16_split"
     if is_fast and has_int8:
@@ -76,7 +69,7 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool, is_draft: bool = False)
     # For few tokens, decoding weights into a panel of bf16 takes longer than it saves; bf16 weights are not decoded.
     # CPUs with AMX multiply pairs of bf16 at half the speed of f32.
     is_fast_in_bf16 = (matmul.codec == "bf16" and not isa.matrix) or matmul.tokens > small_batch.MAX_TOKENS
-    return "bf16_pairs" if is_fast and isa.pairs and is_fast_in_bf16 else "exact"
+    return "bf16_pairs" if is_fast and isa.pairs and is_fast_in_bf16 else exact
 
 
 def default_tiles(matmul: Matmul, isa: Isa, threads: int = 2) -> Tiles:
@@ -112,7 +105,6 @@ def kernel_of(matmul: Matmul, isa: Isa, threads: int = 2, tiles: Tiles | None = 
             f"invalid tiles of matmul {matmul.name}: {tiles.name}; "
             f"use positive integers that {type(tiles).__name__}.fit accepts, or omit tiles for the default"
         )
-    by_tables = prefix == "gemv" and is_summed_by_tables(matmul.format, isa)
     return Kernel(
         f"{prefix}_{matmul.name}_{isa.name}_{tiles.name}",
         matmul.operands(),
@@ -120,7 +112,7 @@ def kernel_of(matmul: Matmul, isa: Isa, threads: int = 2, tiles: Tiles | None = 
         tiles.workgroups * (matmul.tokens if writer is ExpertGemvs else 1),
         lambda b, **buffers: writer(b, matmul, isa, tiles, buffers).write(),
         reference=matmul.define,
-        flops=additions(matmul, isa) if by_tables else matmul.flops,
+        flops=matmul.flops,
         nbytes=matmul.nbytes,
         matmul=matmul,
         fenced=isa.canonical,

@@ -5,16 +5,15 @@ Here the kernel decodes some codes to registers, and multiplies several tokens b
 computes several vectors of outputs (rows of W) with each x that it loads. So there are enough
 independent accumulators to hide the latency of fma.
 
-A weight is d * scale * code + m * minimum. A group of elements of a row has one scale and minimum,
-and a block of groups has one d and m. T is the number of tokens.
+It serves floats, and codes that are not integers (E4M3, NF4): a weight is scale * code, and a group
+of elements of a row has one scale. T is the number of tokens.
 
     each workgroup: a share of the rows of W, `row_blocks` blocks of 16 rows at a time
       xs [T, in] = x * code_factors                                                            stack
-      sums [T, in / group] = sum of x over each group                                          stack
       for `rows` tokens x `vectors` vectors of outputs:
         for group:
           dots [rows, vectors] = sum over k in group of code[k] * xs[tokens, k]            registers
-          Y += d * scale * dots + m * minimum * sums[tokens, group]                            stack
+          Y += scale * dots                                                                    stack
       Y = epilogue(Y)                                                                         memory
 
 If xs does not fit on the stack, the kernel prepares and multiplies one part of x after another. For
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Self
 
-from castiron.emitter.kernels.matmul.prepared_x import PAD, PreparedX, bytes_per_element
+from castiron.emitter.kernels.matmul.prepared_x import PAD, PreparedX
 from castiron.emitter.kernels.matmul.tiles import Buffers, Finish, Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa
@@ -97,7 +96,7 @@ class SmallBatch:
         set_bytes = 4 * self.T * LANES * self.set
         self.chunk, self.batch = self.count, 1  # records of x prepared at once, and sets that share them
         if self.codec.quantised:
-            x_bytes = self.T * self.layout.elements * bytes_per_element(self.codec)
+            x_bytes = 4 * self.T * self.layout.elements
             space = STACK_BYTES - 4 * self.T * PAD - set_bytes
             if x_bytes * self.count > space:
                 self.batch = max(1, SUMS_BYTES // set_bytes)
@@ -184,7 +183,7 @@ class SmallBatch:
         """Emit code that adds the dot products over one codec group to the sums of a tile.
 
         A codec group is some elements of a row that share a scale. The code adds
-        d * scale * sum(x * code) + m * minimum * sum(x), where both sums are over the group.
+        scale * sum(x * code), where the sum is over the group.
 
         sides: the rows of the weight that belong to the tile, see the class.
         token, rows: the tile has `rows` tokens, from token index `token` on.
@@ -199,8 +198,6 @@ class SmallBatch:
         codes = {block: records.group_codes(block, record, group) for block, _, _ in sides}
         records.prefetch_later(codes, self.unit, record, *records.extent(group))
         dots: list[list[Ssa | None]] = [[None] * len(sides) for _ in tokens]
-        if codec.offset:
-            dots = [[self.x.sum_of(number, t)] * len(sides) for t in tokens]
         for k in range(codec.group):
             weights = [codes[block].code(k, v) for block, v, _ in sides]
             for mine, t in zip(dots, tokens, strict=True):
@@ -210,14 +207,11 @@ class SmallBatch:
                     for weight, so_far in zip(weights, mine, strict=True)
                 ]
         for i, (block, v, column) in enumerate(sides):
-            scale, minimum = records.scale_and_minimum(block, record, group, v)
+            scale, _ = records.scale_and_base(block, record, group, v)
             for mine, t in zip(dots, tokens, strict=True):
-                matmul = mine[i]
-                assert matmul is not None, "a group has codes"
-                total = b.fma(matmul, scale, b.vload(self.sums, self.lanes, t, column))
-                if minimum is not None:
-                    total = b.fma(minimum, self.x.sum_of(number, t), total)
-                b.vstore(total, self.sums, t, column)
+                dot = mine[i]
+                assert dot is not None, "a group has codes"
+                b.vstore(b.fma(dot, scale, b.vload(self.sums, self.lanes, t, column)), self.sums, t, column)
 
     def _float_tile(self, sides: list, token: Index, rows: int) -> None:
         b, elements, unroll = self.b, self.layout.elements, self.tiles.unroll

@@ -232,6 +232,7 @@ class Body:
     def binary(self, op: str, a: Ssa, b: Ssa) -> Ssa:
         return self.let(f"arith.{op} {a}, {b} : {a.type}", a.type)
 
+    addi = partialmethod(binary, "addi")
     addf = partialmethod(binary, "addf")
     subf = partialmethod(binary, "subf")
     divf = partialmethod(binary, "divf")

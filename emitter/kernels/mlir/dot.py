@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from castiron.emitter.int8 import MAX_BYTE
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, vector_type
 from castiron.emitter.kernels.mlir.isa import Isa
 
@@ -63,16 +62,17 @@ class Dot:
 
     rows: number of rows of x that one call of `add` multiplies.
     quads: number of quads that one call of `add` multiplies in each row of the weight and of x.
-    bits: number of bits of a code.
+    codes: the smallest and the largest code of the weight.
     """
 
     rows: ClassVar[int] = 1
     quads: ClassVar[int] = 1
 
-    def __init__(self, b: Body, isa: Isa, bits: int):
-        self.b, self.lanes, self.dot, self.bits = b, isa.lanes, isa.dot, bits
-        # Callers add this bias to stored codes, to make signed 8-bit codes unsigned.
-        self.bias = 128 if bits == 8 and isa.dot not in ("sdot", *_BLOCKS) else 0
+    def __init__(self, b: Body, isa: Isa, codes: tuple[int, int]):
+        self.b, self.lanes, self.dot = b, isa.lanes, isa.dot
+        # Callers add this bias to codes, to make negative codes unsigned.
+        self.bias = 0 if isa.dot in ("sdot", *_BLOCKS) else max(0, -codes[0])
+        self.max_code = codes[1] + self.bias
 
     def arranged(self, quads: Sequence[Ssa]) -> list[Ssa]:
         """Put codes of the weight into the lane order that the method `code` expects.
@@ -137,23 +137,34 @@ class Dot:
             if sums.halves is not None:
                 pairs = self.b.binary("addi", sums.halves, pairs)
             sums = Accumulators(sums.words, pairs, sums.pairs + 1)
-            max_pairs = (2**15 - 1) // (2 * MAX_BYTE * (2**self.bits - 1))  # pairs of products that fit s16
-            return sums if sums.pairs < max_pairs else Accumulators(tuple(self.words(sums)))
+            max_pairs = (2**15 - 1) // (2 * 128 * self.max_code)  # pairs of products that fit s16
+            return sums if sums.pairs < max_pairs else Accumulators(self._summed(sums))
         name = _SDOT if self.dot == "sdot" else _DPBUSD[self.lanes]
         return Accumulators((self._call(name, "i32", 1, words, code[0], x[0]),))
 
+    def shifted(self, sums: Accumulators, words: Sequence[Ssa] | None = None) -> Accumulators:
+        """Return the accumulators with 256 times the sums so far, plus `words` as in `start`."""
+        up = [self.b.binary("shli", each, self.b.isplat(8, self.lanes)) for each in self._summed(sums)]
+        if words is not None:
+            up = [self.b.addi(each, more) for each, more in zip(up, self.start(words).words, strict=True)]
+        return Accumulators(tuple(up))
+
     def words(self, sums: Accumulators) -> list[Ssa]:
         """Return the final s32 sums: one vector per row of x, one lane per row of the weight."""
-        (words,) = sums.words
+        return list(self._summed(sums))
+
+    def _summed(self, sums: Accumulators) -> tuple[Ssa, ...]:
+        # The s32 sums, with the s16 sums.
         if sums.halves is None:
-            return [words]
+            return sums.words
         ones = self.b.constant("dense<1>", sums.halves.type)
-        return [self.b.binary("addi", words, self._call(_MADD_WORDS[self.lanes], "i32", 1, sums.halves, ones))]
+        (words,) = sums.words
+        return (self.b.addi(words, self._call(_MADD_WORDS[self.lanes], "i32", 1, sums.halves, ones)),)
 
     @property
     def _wide(self) -> bool:
         # Sums of two products of 8-bit codes would saturate s16, so codes are widened first.
-        return self.dot == "madd" and self.bits == 8
+        return self.dot == "madd" and self.max_code > 127
 
     def _multiply(self, code: Ssa, x: Ssa) -> Ssa:
         return self._call(_MADD_WORDS[self.lanes], "i32", 1, code, x) if self._wide else self.b.binary("muli", code, x)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from castiron.emitter.int8 import MAX_BYTE, MIN_SCALED
+from castiron.emitter.fixed_point import MAX_INTEGER, MIN_SCALED
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, largest_width
 
 LOG2_E = 1.44269504088896341
@@ -65,13 +65,15 @@ def _power(b: Body, shifted: Ssa) -> Ssa:
     return b.bitcast(b.binary("addi", bits, b.isplat(127 << 23, width)), width, "f32")
 
 
-def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
+def lane_sums(b: Body, vectors: Sequence[Ssa], add: Callable[[Ssa, Ssa], Ssa] | None = None) -> Ssa:
     """Sum the lanes of each vector: lane i of the result is the sum of all lanes of vectors[i].
+
+    add: adds two vectors; None for `Body.addf`.
 
     The number of vectors must be a power of two and at most the number of lanes. The order of
     additions does not depend on the number of vectors.
     """
-    vectors = list(vectors)
+    vectors, add = list(vectors), add or b.addf
     width = vectors[0].width
     count = len(vectors)
     lanes = range(width)
@@ -89,13 +91,13 @@ def lane_sums(b: Body, vectors: Sequence[Ssa]) -> Ssa:
             quad = min(4, width)  # so that on x86 most shuffles stay within 128 bits
             low = [lane // quad * quad + (lane % quad * 2) % quad + (lane % quad * 2 // quad) * width for lane in lanes]
             high = [i + 1 for i in low]
-        vectors = [b.addf(b.shuffle(x, y, low), b.shuffle(x, y, high)) for x, y in pairs]
+        vectors = [add(b.shuffle(x, y, low), b.shuffle(x, y, high)) for x, y in pairs]
         fold //= 2
     (total,) = vectors
     while width > count:
         half = width // count // 2
         low = [lane for lane in range(width) if lane % (2 * half) < half]
-        total = b.addf(b.shuffle(total, total, low), b.shuffle(total, total, [lane + half for lane in low]))
+        total = add(b.shuffle(total, total, low), b.shuffle(total, total, [lane + half for lane in low]))
         width //= 2
     return total
 
@@ -187,31 +189,24 @@ def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
-def as_bytes(b: Body, parts: Sequence[Ssa]) -> tuple[list[Ssa], Ssa]:
-    """Quantise f32 vectors to int8 with one common scale; return (quantised vectors, scale).
+def as_integers(b: Body, parts: Sequence[Ssa], digits: int = 1) -> tuple[list[Ssa], Ssa]:
+    """Quantise f32 vectors with one common scale, as `fixed_point.quantise`; return (vectors, scale).
 
-    The scale is max |x| / 127 over all vectors. A quantised vector is still f32: each element is
-    n + ROUND, where n is the int8 of x. ROUND is a large constant; adding it rounds
-    x * (127 / max |x|) to an integer. `numbers_of` and `low_bytes` extract n.
+    A vector is still f32: each element is its integer plus ROUND, because adding this constant
+    rounds. `numbers_of` and `low_bytes` extract the integer.
     """
-    width = parts[0].width
+    width, largest = parts[0].width, b.f32(MAX_INTEGER[digits])
     peak = lane_max(b, tree(b.maxf, [b.math("absf", part) for part in parts]))
     zero = b.compare("olt", peak, b.f32(float(MIN_SCALED)))
-    inverse = b.broadcast(b.select(zero, b.f32(0.0), b.divf(b.f32(MAX_BYTE), peak)), width)
-    return [b.fma(part, inverse, b.splat(ROUND, width)) for part in parts], b.divf(peak, b.f32(MAX_BYTE))
+    inverse = b.broadcast(b.select(zero, b.f32(0.0), b.divf(largest, peak)), width)
+    return [b.fma(part, inverse, b.splat(ROUND, width)) for part in parts], b.divf(peak, largest)
 
 
 def numbers_of(b: Body, shifted: Ssa) -> Ssa:
-    """Extract the int8 numbers from a vector that `as_bytes` returned; return them as f32.
-
-    shifted: the vector; each of its elements is an int8 number plus the constant ROUND.
-    """
+    """Extract the integers, as f32, from a vector that `as_integers` returned."""
     return b.subf(shifted, b.splat(ROUND, shifted.width))
 
 
 def low_bytes(b: Body, shifted: Ssa) -> Ssa:
-    """Extract the int8 numbers from a vector that `as_bytes` returned; return them as i8.
-
-    shifted: the vector; each of its elements is an int8 number plus the constant ROUND.
-    """
+    """Extract the low byte of each integer, as i8, from a vector that `as_integers` returned."""
     return b.convert("trunci", b.bitcast(shifted, shifted.width, "i32"), "i8")

@@ -16,20 +16,21 @@ values are the parts of a record:
     m      [16] f16                  factor of the minima; i8 if it is a zero point
     scales [groups, 16] u8 or i8     factors of d, one for each codec group
     minima [groups, 16] u8           factors of m, one for each codec group
-    codes  [groups, words, 16] i32   words with bit fields; `Layout.field` locates a code
+    codes  [groups, words, 16] i32   words with bit fields; `Layout.bit_fields` locates a code
            [groups, words, 16] i16   the same for codes of 3 bits
-           [elements, 16] i8         codes of 8 bits
+           [elements, 16] i8         E4M3
 
 Every quantised codec has d and codes; the other parts depend on the codec. A record of a float
 codec has no such parts. It has one element of each of the 16 rows (for bf16, two elements in an
 i32, the even one in the low half).
 
-A word has as many complete codes as fit. For codes of 3, 5 or 6 bits, one or two bits at the top of
-a word are left over. The last one or two codes of a group are stored in the leftover bits of
-several words (`TOP_CODES`).
+Codes are placed so that a shift and a mask of a word give four codes of a row in four bytes, as
+instructions for int8 dot products read them: a quad. Quad q of a group has codes 8 (q / 2) + q % 2 +
+(0, 2, 4, 6). The codes of quads q, q + 1, ... are next to each other in the bytes of a word. Codes of
+5 or 6 bits are stored as two planes, the low four bits and the others (`PLANES`).
 
-Kernels read a code as `word & mask`, without a shift. This gives the code times a power of two, so
-kernels multiply x by the inverse of this power beforehand.
+A word of 16 bits has five complete codes of 3 bits. The last one or two codes of a group are stored
+in the bits that are left over (`TOP_CODES`).
 """
 
 import os
@@ -49,17 +50,14 @@ _AT_ONCE_BYTES = 1 << 19  # bytes of rows packed at a time, so that intermediate
 _REUSED_BYTES = 31 << 20  # just below glibc's DEFAULT_MMAP_THRESHOLD_MAX
 _MAX_THREADS = 4  # more threads gain nothing, because memory bandwidth is the limit
 
-BitField = tuple[int, int, int]  # (word, right shift, mask): the bits word >> shift & mask
-# By bits of a code: the last codes of a group, for which no field is left. A code is the OR of several bit fields.
-# A group of 16 codes of 3 bits has only the first.
-TOP_CODES: dict[int, tuple[tuple[BitField, ...], ...]] = {
-    1: (),
-    2: (),
-    3: (((0, 15, 1), (1, 14, 2), (2, 13, 4)), ((3, 15, 1), (4, 14, 2), (5, 13, 4))),
-    4: (),
-    5: (((0, 30, 3), (1, 28, 12), (2, 26, 16)), ((3, 30, 3), (4, 28, 12), (2, 27, 16))),
-    6: (((0, 30, 3), (1, 28, 12), (2, 26, 48)),),
-}
+BitField = tuple[int, int, int]  # (word, right shift, mask): the bits word >> shift & mask; left if the shift is negative
+# By bits of a code: the bits that each plane of words has, from the lowest on.
+PLANES = {1: (1,), 2: (2,), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
+# The last codes of a group of 32 codes of 3 bits: each is the OR of bit fields. A group of 16 codes has only the first.
+TOP_CODES: tuple[tuple[BitField, ...], ...] = (
+    ((0, 15, 1), (1, 14, 2), (2, 13, 4)),
+    ((3, 15, 1), (4, 14, 2), (5, 13, 4)),
+)
 
 
 @dataclass(frozen=True)
@@ -72,10 +70,8 @@ class Layout:
     size: bytes of a record.
     elements: number of elements of each row in a record.
     groups: number of groups of each row in a record.
-    words: number of words with the codes of one group of one row; 0 for 8-bit codes and floats.
+    words: number of words with the codes of one group of one row; 0 for E4M3 and floats.
     word_bits: bits of a word.
-    fields: number of complete codes in a word. Bits left over at its top store parts of other codes
-        (`TOP_CODES`).
     d, m, scales, minima, codes: byte offset of each part of the record (an element is
         d * scale * code +- m * minimum); None if the format has no such part.
     d_type: NumPy type of d.
@@ -86,7 +82,6 @@ class Layout:
     groups: int = 1
     words: int = 0
     word_bits: int = 32
-    fields: int = 0
     d: int = 0
     d_type: str = ""
     m: int | None = None
@@ -94,30 +89,20 @@ class Layout:
     minima: int | None = None
     codes: int = 0
 
-    def field(self, k: int) -> tuple[int, int]:
-        """Return where code k of a group is: (index of the word, index of the code in the word).
-
-        k must be less than `in_fields`, because later codes are spread over several words.
-        """
-        return k // self.fields, k % self.fields
-
-    @property
-    def in_fields(self) -> int:
-        """Return how many codes of a group are not spread over several words.
-
-        One or two more codes may follow, whose bits are spread over several words (`TOP_CODES`).
-        """
-        return self.words * self.fields
-
     def bit_fields(self, codec: Codec, k: int) -> tuple[BitField, ...]:
-        """Return where the bits of code k of a group are, as (word, shift, mask) tuples.
-
-        The code is the OR of (words[word] >> shift) & mask over these tuples.
-        """
-        if k >= self.in_fields:
-            return TOP_CODES[codec.bits][k - self.in_fields]
-        word, field = self.field(k)
-        return ((word, codec.bits * field, (1 << codec.bits) - 1),)
+        """Return where the bits of code k of a group are: the code is the OR of (words[word] >> shift) & mask."""
+        if codec.bits == 3:
+            fields = self.word_bits // 3
+            in_fields = self.words * fields
+            return TOP_CODES[k - in_fields] if k >= in_fields else ((k // fields, k % fields * 3, 7),)
+        quad, byte = k // 8 * 2 + k % 2, k % 8 // 2
+        found, first, low = [], 0, 0
+        for bits in PLANES[codec.bits]:
+            per_word = 8 // bits
+            shift = 8 * byte + bits * (quad % per_word) - low
+            found.append((first + quad // per_word, shift, ((1 << bits) - 1) << low))
+            first, low = first + codec.group // 4 // per_word, low + bits
+        return tuple(found)
 
     @property
     def group_bytes(self) -> int:
@@ -137,10 +122,9 @@ def layout(codec: Codec) -> Layout:
             offsets[part] = offset
             offset += of_block.nbytes * LANES
     word_bits = 16 if codec.bits == 3 else 32  # so that 16 codes of 3 bits are a whole number of words
-    fields = 0 if codec.bits == 8 else word_bits // codec.bits
-    words = 0 if codec.bits == 8 else codec.group * codec.bits // word_bits
+    words = 0 if codec.e4m3 else codec.group * codec.bits // word_bits
     size = offset + codec.block * codec.bits * LANES // 8
-    return Layout(size, codec.block, groups, words, word_bits, fields, d_type=parts.d.dtype.str, codes=offset, **offsets)
+    return Layout(size, codec.block, groups, words, word_bits, d_type=parts.d.dtype.str, codes=offset, **offsets)
 
 
 def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[int, int, int]:
@@ -157,17 +141,29 @@ def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[
 def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
     # Return the words of n blocks, [groups * words, n]. codes: i8 [n, block].
     groups = _stored(codec, codes).T.reshape(record.groups, codec.group, -1)
-    in_fields, top = range(record.in_fields), np.zeros((record.groups, record.words, groups.shape[2]), np.uint8)
-    for k in range(record.in_fields, codec.group):
-        for word, shift, mask in record.bit_fields(codec, k):
-            top[:, word] |= (groups[:, k] & np.uint8(mask)) >> np.uint8(codec.bits * record.fields - shift)
-    words = top
-    # From the top field down, so that the words are as narrow as possible.
-    for field in reversed(range(record.fields)):
-        words = words.astype(np.min_scalar_type((1 << record.word_bits - codec.bits * field) - 1), copy=False)
-        words *= words.dtype.type(1 << codec.bits)
-        words |= groups[:, [k for k in in_fields if record.field(k)[1] == field]]
-    return words.reshape(-1, groups.shape[2])
+    if codec.bits == 3:
+        words = np.zeros((record.groups, record.words, groups.shape[2]), np.uint16)
+        for k in range(codec.group):
+            for word, shift, mask in record.bit_fields(codec, k):
+                words[:, word] |= (groups[:, k] & np.uint8(mask)).astype(np.uint16) << np.uint16(shift)
+        return words.reshape(-1, groups.shape[2])
+    # Element (octet, byte, odd) of a group is byte `byte` of quad 2 * octet + odd.
+    quads = groups.reshape(record.groups, -1, 4, 2, groups.shape[2]).swapaxes(2, 3).reshape(record.groups, -1, 4, groups.shape[2])
+    found = np.empty((record.groups, record.words, groups.shape[2], 4), np.uint8)
+    first, low = 0, 0
+    for bits in PLANES[codec.bits]:
+        per_word, mask = 8 // bits, (1 << bits) - 1
+        of_word = quads.reshape(record.groups, -1, per_word, 4, quads.shape[3])
+        words = of_word.shape[1]
+        for byte in range(4):
+            total = np.zeros((record.groups, words, quads.shape[3]), np.uint8)
+            for i in range(per_word):
+                part = of_word[:, :, i, byte]
+                part = part if len(PLANES[codec.bits]) == 1 else part >> np.uint8(low) & np.uint8(mask)
+                total |= part * np.uint8(1 << bits * i) if i else part  # NumPy multiplies bytes faster than it shifts them
+            found[:, first : first + words, :, byte] = total
+        first, low = first + words, low + bits
+    return found.view("<u4").reshape(-1, groups.shape[2])
 
 
 def _stored(codec: Codec, codes: np.ndarray) -> np.ndarray:
@@ -182,7 +178,8 @@ def _stored(codec: Codec, codes: np.ndarray) -> np.ndarray:
 
 
 def _codes(codec: Codec, record: Layout, words: np.ndarray) -> np.ndarray:
-    bits = lambda field: words[..., field[0]] >> np.uint32(field[1]) & np.uint32(field[2])
+    moved = lambda word, shift: word >> np.uint32(shift) if shift >= 0 else word << np.uint32(-shift)
+    bits = lambda field: moved(words[..., field[0]], field[1]) & np.uint32(field[2])
     stored = np.stack([reduce(np.bitwise_or, map(bits, record.bit_fields(codec, k))) for k in range(codec.group)], axis=-1)
     if codec.table and codec.has_integers:
         return np.array(codec.table, np.int8)[stored]
@@ -212,7 +209,7 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
     for part in ("m", "scales", "minima"):
         if getattr(parts, part) is not None:
             put(getattr(record, part), getattr(parts, part).T)
-    put(record.codes, parts.codes.T if codec.bits == 8 else _words(codec, record, parts.codes))
+    put(record.codes, parts.codes.T if codec.e4m3 else _words(codec, record, parts.codes))
 
 
 def _filled(raw: np.ndarray, axis: int, multiple: int) -> np.ndarray:
@@ -272,7 +269,7 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
         return lanes.reshape(row_blocks * LANES * count, *shape)
 
     groups = record.groups
-    if codec.bits == 8:
+    if codec.e4m3:
         codes = take(record.codes, "i1", groups, codec.group)
     else:
         words = take(record.codes, f"<u{record.word_bits // 8}", groups, record.words)

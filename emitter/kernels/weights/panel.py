@@ -160,32 +160,6 @@ class Panel(BasePanel):
                     b.vstore(weight, self.values, row, b.add(column, v * self.lanes))
 
 
-class CodePanel(BasePanel):
-    """A panel (see `BasePanel`) with the stored codes of quantised weights, and their scales.
-
-    codes: f32 [depth, columns], the codes as stored, so `Codec.offset` is not yet subtracted.
-    scales, minima: f32 [groups, columns], one for each codec group (the elements of a row that
-        share a scale). They are d * scale and m * minimum in the formula of `codec.Parts`.
-    """
-
-    def allocate(self, depth: int, columns: int) -> None:
-        self.codes = self.b.stack(depth, columns)
-        self._allocate_sides(depth // self.codec.group, columns)
-
-    def fill(self, first_block: Index, k: Index, depth: int) -> None:
-        b, group, records = self.b, self.codec.group, self.records
-        with b.loop(0, self.row_blocks) as i, b.loop(0, depth // group) as g:
-            at = self._group(first_block, k, i.index, g.index)
-            codes = records.group_codes(*at)
-            for v in range(records.vectors):
-                column = b.add(b.mul(i.index, LANES), v * self.lanes)
-                for j, factor in enumerate(code_factors(self.codec).tolist()):
-                    code = codes.code(j, v)
-                    code = code if factor == 1.0 else b.mulf(code, b.splat(factor, self.lanes))
-                    b.vstore(code, self.codes, b.add(b.mul(g.index, group), j), column)
-                self._store_sides(g.index, column, *records.scale_and_minimum(*at, v))
-
-
 class Int8Panel(BasePanel):
     """A panel (see `BasePanel`) with the stored codes of quantised weights as int8.
 
@@ -199,7 +173,8 @@ class Int8Panel(BasePanel):
 
     def allocate(self, depth: int, columns: int) -> None:
         self.codes = self.b.stack(depth // 4, columns, element="i32")
-        self.scales, self.bases = (self.b.stack(depth // self.codec.group, columns) for _ in range(2))
+        self.scales = self.b.stack(depth // self.codec.group, columns)
+        self.bases = self.b.stack(depth // self.codec.group, columns) if self.codec.minimum else None
 
     def fill(self, first_block: Index, k: Index, depth: int) -> None:
         b, records, group = self.b, self.records, self.codec.group
@@ -209,7 +184,7 @@ class Int8Panel(BasePanel):
             codes = Int8Codes(records, *at)
             scale, base = codes.scale_and_base(v)
             b.vstore(scale, self.scales, g.index, column)
-            if base is not None and self.codec.minimum:
+            if base is not None:
                 b.vstore(base, self.bases, g.index, column)
             for q in range(0, group // 4, codes.dot.quads):
                 for each, arranged in enumerate(codes.quads(q, v), q):

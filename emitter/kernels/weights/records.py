@@ -17,7 +17,7 @@ from castiron.emitter.kernels.mlir.body import CACHE_LINE, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.dot import dot_of
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.lookup import bf16_entries, bit_pairs, byte_entries, entries, has_bf16_entries
-from castiron.emitter.kernels.round_x import EVEN_ODD
+from castiron.emitter.kernels.quantise_x import EVEN_ODD
 from castiron.emitter.kernels.weights.packing import LANES, layout
 
 # An E4M3 code shifted to the bits of an f16 is divided by this factor, because the exponents' biases are 7 and 15.
@@ -36,7 +36,7 @@ def code_factors(codec: Codec) -> np.ndarray:
     record = layout(codec)
     if codec.e4m3:
         return np.full(codec.group, E4M3_FACTOR, np.float32)
-    if not record.fields or codec.table:
+    if not codec.quantised or codec.bits == 8 or codec.table:
         return np.ones(codec.group or 1, np.float32)
     top = 32 - codec.bits
     every = [record.bit_fields(codec, k) for k in range(codec.group)]
@@ -266,7 +266,9 @@ class GroupCodes:
         return self.records.b.binary("andi", value, self.records.b.isplat(mask, value.width))
 
     def _shifted(self, value: Ssa, shift: int) -> Ssa:
-        return self.records.b.binary("shrui", value, self.records.b.isplat(shift, value.width))
+        # To the right; to the left if `shift` is negative.
+        b = self.records.b
+        return b.binary("shrui" if shift > 0 else "shli", value, b.isplat(abs(shift), value.width)) if shift else value
 
     def _byte(self, k: int, v: Index) -> Ssa:
         r = self.records
@@ -275,9 +277,11 @@ class GroupCodes:
     def _stored(self, k: int, v: Index) -> Ssa:
         # For a codec with a table, bits above the code may be set; `lookup.entries` ignores them.
         r, bits = self.records, self.records.codec.bits
-        if bits == 8:
-            return r.b.convert("extsi", self._byte(k, v), "i32")
         fields = r.layout.bit_fields(r.codec, k)
+        if bits == 8:
+            ((word, shift, _),) = fields
+            up = self._shifted(self.word(word, v), shift - 24)
+            return r.b.binary("shrsi", up, r.b.isplat(24, up.width))
         if len(fields) > 1:
             return reduce(r.b.either, [self._masked(self._shifted(self.word(w, v), shift), mask) for w, shift, mask in fields])
         ((word, shift, mask),) = fields
@@ -346,7 +350,7 @@ class Int8Codes(GroupCodes):
     """
 
     def __init__(self, records: Records, block: Index, record: Index, group: Index):
-        self.dot = dot_of(records.isa)(records.b, records.isa, records.codec.code_bits)
+        self.dot = dot_of(records.isa)(records.b, records.isa, records.codec.integers)
         super().__init__(records, block, record, records.codes_at(group))
         self.group = group
 
@@ -361,9 +365,7 @@ class Int8Codes(GroupCodes):
         scale, base = self.records.scale_and_base(self.block, self.record, self.group, v)
         if codec.int8_scale != 1:
             scale = b.mulf(scale, b.splat(1 / codec.int8_scale, lanes))
-        if codec.minimum and base is not None and self.dot.bias:
-            base = b.fma(scale, b.splat(-self.dot.bias, lanes), base)
-        return scale, base
+        return scale, base if codec.minimum else None
 
     def quads(self, q: int, v: Index) -> list[Ssa]:
         """Load codes for each row in vector `v` as operands of `Dot.code`: four codes in each i32.
@@ -377,24 +379,17 @@ class Int8Codes(GroupCodes):
         # The codes are 4 q .. 4 q + 3 of the group in the order `EVEN_ODD`, the first one in the lowest byte.
         r = self.records
         ks = [q // 2 * 8 + EVEN_ODD[q % 2 * 4 + j] for j in range(4)]
-        if r.codec.bits == 8:
-            parts = [self._up(r.b.convert("extui", self._byte(k, v), "i32"), 8 * j) for j, k in enumerate(ks)]
-        else:
-            # From (word, right shift) to the mask of the bits that the quad takes from that word.
-            masks: dict[tuple[int, int], int] = {}
-            for j, k in enumerate(ks):
-                for word, shift, mask in r.layout.bit_fields(r.codec, k):
-                    at = word, shift - 8 * j
-                    masks[at] = masks.get(at, 0) | mask << 8 * j
-            parts = [
-                self._masked(self._up(self.word(word, v), -shift), mask - (mask >> 31 << 32))
-                for (word, shift), mask in masks.items()
-            ]
+        # From (word, right shift) to the mask of the bits that the quad takes from that word.
+        masks: dict[tuple[int, int], int] = {}
+        for j, k in enumerate(ks):
+            for word, shift, mask in r.layout.bit_fields(r.codec, k):
+                at = word, shift - 8 * j
+                masks[at] = masks.get(at, 0) | mask << 8 * j
+        parts = []
+        for (word, shift), mask in masks.items():
+            part = self._shifted(self.word(word, v), shift)
+            parts.append(part if mask == 0xFFFFFFFF else self._masked(part, mask - (mask >> 31 << 32)))
         quad = reduce(r.b.either, parts)
         if r.codec.table:
             return byte_entries(r.b, r.isa, [round(r.codec.int8_scale * code) + self.dot.bias for code in r.codec.table], quad)
         return r.b.binary("xori", quad, r.b.isplat(-0x7F7F7F80, r.lanes)) if self.dot.bias else quad
-
-    def _up(self, value: Ssa, by: int) -> Ssa:
-        b, lanes = self.records.b, self.records.lanes
-        return b.binary("shli" if by > 0 else "shrui", value, b.isplat(abs(by), lanes)) if by else value

@@ -1,27 +1,31 @@
-"""Compute Y = X W^T with x quantised to int8 by `round_x`; int8 products are added exactly, in s32.
+"""Compute Y = X W^T with integers: x is quantised to 8, 16 or 24 bits, and dot products are exact.
 
 A weight is scale * code + base, where the code is a small integer. Each codec group (some
-consecutive elements of a row) has one scale and one base. An element of x is x_scale * n, with an
-int8 n, and one x_scale for each 32 elements. So a codec group adds to an element of Y
+consecutive elements of a row) has one scale and one base. An element of x is x_scale * q, with an
+integer q of one to three int8 digits (`quantise_x`), and one x_scale for each unit of 32 elements.
+So a codec group adds to an element of Y
 
-    scale * x_scale * sum(code * n) + base * sum(x)
+    scale * x_scale * sum(code * q) + base * sum(x)
 
-`GemmInt8`, for a chunk of tokens, has the loops of `gemm`. It decodes a part of the weight into a
-panel, a buffer with int8 codes, four in each i32, and with the scale and base of each codec group.
+The first sum is exact in integers, so that it does not depend on the order of additions, the tile
+sizes or the CPU. `Step` defines the few f32 operations that follow, and their order. All kernels for
+integers use it, so that they give the same bits for a token, whichever other tokens they compute.
 
-`SmallBatchInt8`, for a few tokens, has no panel: it loads codes into registers, and multiplies
-`rows` tokens by them before it loads the next codes.
+`Gemv` has one token, and quantises x itself. `SmallBatchInteger`, for a few tokens, loads codes into
+registers, and multiplies `rows` tokens by them before it loads the next codes. `GemmInteger`, for a
+chunk of tokens, has the loops of `gemm`. It decodes a part of the weight into a panel, a buffer with
+int8 codes, four in each i32, and with the scale and base of each codec group.
 
 If the codes of a codec are indices in a table of floats, as for NF4, the entries of the table are
 rounded to int8.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Self
 
-from castiron.emitter.int8 import GROUP
+from castiron.emitter.fixed_point import GROUP
 from castiron.emitter.kernels.matmul.gemm import MAX_TOKENS, Gemm
 from castiron.emitter.kernels.matmul.gemv_tiles import AHEAD_TOTAL
 from castiron.emitter.kernels.matmul.small_batch import PARTS
@@ -35,10 +39,11 @@ from castiron.emitter.kernels.matmul.tiles import (
     panel_columns,
     panel_workgroups,
 )
-from castiron.emitter.kernels.matmul_spec import Matmul
+from castiron.emitter.kernels.matmul_spec import DIGITS, Matmul
 from castiron.emitter.kernels.mlir.body import CACHE_LINE, I32, STACK_BYTES, Body, Index, Ssa, batches
 from castiron.emitter.kernels.mlir.dot import dot_of
 from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.quantise_x import WORDS, parts_of_sum
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import Int8Panel
 from castiron.emitter.kernels.weights.records import Int8Codes, Records
@@ -48,13 +53,13 @@ MAX_ROWS = {4: 2, 8: 6, 16: 6}
 MAX_DEPTH = 512
 Quads = Callable[[int], Sequence[Sequence[Ssa]]]
 Sides = Sequence[Sequence[tuple[Ssa, Ssa | None]]]
-# Of `SmallBatchInt8`: max rows of a tile, because more accumulators would spill; the same for 16-row blocks that are read
+# Of `SmallBatchInteger`: max rows of a tile, because more accumulators would spill; the same for 16-row blocks that are read
 # at the same time, and for the product of both.
 FEW_ROWS, FEW_BLOCKS, FEW_SUMS = 8, 4, 16
 
 
 @dataclass(frozen=True)
-class GemmInt8Tiles(PanelTiles):
+class GemmIntegerTiles(PanelTiles):
     def units(self, matmul: Matmul) -> tuple[int, int]:
         return self.rows, GROUP
 
@@ -92,14 +97,14 @@ def int8_depth(matmul: Matmul, budget: int) -> int:
     return even_share(matmul.in_features // GROUP, min(MAX_DEPTH, fitting) // GROUP) * GROUP
 
 
-class GemmInt8(Gemm):
-    """A writer of the body of a matmul kernel for many tokens, with x quantised to int8."""
+class GemmInteger(Gemm):
+    """A writer of the body of a matmul kernel for many tokens, with x quantised to integers."""
 
     panel_type = Int8Panel
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: PanelTiles, buffers: Buffers):
         super().__init__(b, matmul, isa, tiles, buffers)
-        self.step = Step(b, matmul, isa, buffers)
+        self.step = Step(b, matmul, isa, buffers["weight"], buffers)
 
     def _tile(self, row: Index, token: Index, rows: int, k: Index, depth: int) -> None:
         b, lanes, panel, width = self.b, self.lanes, self.panel, LANES * self.tiles.wide
@@ -112,7 +117,8 @@ class GemmInt8(Gemm):
                 at_once, first = self.step.dot.quads, b.mul(loop.index, GROUP // 4)
                 quads = lambda q: [panel.quads(b.add(first, q), c, at_once) for c in columns]
                 groups = [b.add(b.mul(loop.index, parts), part) for part in range(parts)]
-                side = lambda g, c: (b.vload(panel.scales, lanes, g, c), b.vload(panel.bases, lanes, g, c))
+                base = lambda g, c: b.vload(panel.bases, lanes, g, c) if panel.bases else None
+                side = lambda g, c: (b.vload(panel.scales, lanes, g, c), base(g, c))
                 sides = [[side(group, c) for c in columns] for group in groups]
                 tokens = [x_row(r) for r in range(rows)]
                 loop.give(*self.step.add(loop.values, tokens, b.add(b.div(k, GROUP), loop.index), quads, sides))
@@ -121,49 +127,48 @@ class GemmInt8(Gemm):
 
 
 class Step:
-    """A writer of code that multiplies 32 elements of int8 x by weights, and adds to f32 sums.
+    """A writer of code that multiplies one unit, 32 elements of quantised x, by weights, and adds to f32 sums.
 
-    The 32 consecutive elements of in_features are called a step. An element of x is x_scale * n,
-    with an int8 n, and with one x_scale for a step. A codec group is a part of the step whose
-    weights share (scale, base). A weight is
+    A weight is scale * c + base if the codec has minima, and otherwise scale * (c - offset - bias),
+    where c is the code that the instruction multiplies: the stored code plus a bias (`Dot.bias`).
+    For each codec group of the unit, let D be the exact integer
 
-        scale * c + base                        if the codec has minima
-        scale * (c - offset - bias)             otherwise
+        sum(c * q)                                  if the codec has minima
+        sum(c * q) - (offset + bias) * sum(q)       otherwise
 
-    where c is the code that the instruction multiplies by n. It is the stored code plus a bias
-    (`Dot.bias`), which makes signed codes unsigned where the instruction needs that. `offset`
-    (`Codec.offset`) was added to the code to store it. So for each codec group, a step adds to a
-    sum
+    D is computed in one i32, or if it may not fit (`parts_of_sum`), in two: D = 256 * high + low.
+    Then in f32, in this order, with a codec group g of one or two in the unit:
 
-        scale * x_scale * sum(c * n) + base * sum(x)                        if the codec has minima
-        scale * x_scale * (sum(c * n) - (offset + bias) * sum(n))           otherwise
+        d[g] = f32(D)                               or fma(f32(high), 256, f32(low))
+        dot = d[0] * scale[0];  dot = fma(d[1], scale[1], dot)
+        y = fma(dot, x_scale, y)
+        y = fma(base[g], x_sums[g], y)              for each g, if the codec has minima
+
+    x: memrefs with the names and types of `quantised_types`.
 
     Arguments of the methods:
     rows: indices of the rows of x.
-    unit: index of the step: it has elements 32 * unit .. 32 * unit + 31 of in_features.
-    part: index of a codec group in the step.
-    quads: function that returns codes. A quad is four c in an i32, so a step has quads 0 .. 7.
+    unit: index of the unit: it has elements 32 * unit .. 32 * unit + 31 of in_features.
+    part: index of a codec group in the unit.
+    quads: function that returns codes. A quad is four c in an i32, so a unit has quads 0 .. 7.
         quads(q) returns, for each vector of outputs (rows of the weight), a list of `Dot.quads`
         vectors: quads q, q + 1 and so on. Each lane has the quad of one output.
     """
 
-    def __init__(self, b: Body, matmul: Matmul, isa: Isa, buffers: Buffers):
-        self.b, self.codec, self.lanes, self.buffers = b, matmul.format, isa.lanes, buffers
-        self.records = Records(b, self.codec, isa, buffers["weight"])
-        self.dot, self.parts = dot_of(isa)(b, isa, self.codec.code_bits), GROUP // matmul.format.group
-        self.bias = 0 if self.codec.minimum else self.codec.offset + self.dot.bias
+    def __init__(self, b: Body, matmul: Matmul, isa: Isa, weight: Ssa, x: Mapping[str, Ssa], base: Index = 0):
+        self.b, self.codec, self.lanes, self.x = b, matmul.format, isa.lanes, x
+        self.digits = DIGITS[matmul.numerics]
+        self.records = Records(b, self.codec, isa, weight, base)
+        self.dot, self.parts = dot_of(isa)(b, isa, self.codec.integers), GROUP // matmul.format.group
+        self.bias = 0 if self.codec.minimum and not self.dot.bias else self.codec.offset + self.dot.bias
+        self.sum_parts = parts_of_sum(self.codec, self.digits)
 
     def add(self, sums: Sequence[Ssa], rows: Sequence[Index], unit: Index, quads: Quads, sides: Sides) -> list[Ssa]:
-        """Return `sums` plus the dot products of 32 elements of x and of the weight.
-
-        An output is a row of the weight; a vector of outputs has one output in each lane.
+        """Return `sums` plus the dot products of the unit of x and of the weight.
 
         sums: f32 vectors, a flat list [rows of x][vectors of outputs].
-        rows: indices of the rows of x.
-        unit: the elements are 32 * unit .. 32 * unit + 31 of in_features.
-        quads: function that returns the codes of the weight, see the class.
-        sides: sides[part][v] is (scale, base) of weights, see the class. `part` is the index of a
-            group of the 32 elements that share them, and `v` the index of a vector of outputs.
+        sides: sides[part][v] is (scale, base) of weights, see the class. `v` is the index of a vector
+            of outputs.
         """
         b, vectors = self.b, len(sides[0])
         groups = [self._dots(rows, unit, part, quads, vectors) for part in range(self.parts)]
@@ -173,11 +178,12 @@ class Step:
             dotted = b.mulf(groups[0][i], sides[0][v][0])
             for part in range(1, self.parts):
                 dotted = b.fma(groups[part][i], sides[part][v][0], dotted)
-            total = b.fma(dotted, b.broadcast(b.load(self.buffers["x_scales"], row, unit), self.lanes), so_far)
+            total = b.fma(dotted, b.broadcast(b.load(self.x["x_scales"], row, unit), self.lanes), so_far)
             for part in range(self.parts):
                 base = sides[part][v][1]
-                if self.codec.minimum and base is not None:
-                    total = b.fma(base, b.broadcast(self._sum(row, unit, part), self.lanes), total)
+                if base is not None:
+                    x_sum = b.load(self.x["x_sums"], row, self._group(unit, part))
+                    total = b.fma(base, b.broadcast(x_sum, self.lanes), total)
             totals.append(total)
         return totals
 
@@ -190,14 +196,9 @@ class Step:
         groups: Sequence[tuple[Index, Index]],
         v: Index,
     ) -> list[Ssa]:
-        """Return `sums` plus the dot products of 32 elements of x and of the packed weight.
-
-        The packed weight has blocks of 16 rows. Each block is divided along in_features into
-        records, and each record into codec groups, whose elements share a scale.
+        """Return `sums` plus the dot products of the unit of x and of the packed weight.
 
         sums: f32 vectors, one for each row of x; each lane belongs to one row of the weight.
-        rows: indices of the rows of x.
-        unit: the elements are 32 * unit .. 32 * unit + 31 of in_features.
         block, v: the rows of the weight are those of vector `v` of 16-row block `block`.
         groups: the codec groups that have the 32 elements, each as (index of the record, index of
             the group in the record).
@@ -208,48 +209,52 @@ class Step:
         return self.add(sums, list(rows), unit, lambda q: [codes[q // each].quads(q % each, v)], sides)
 
     def _dots(self, rows: Sequence[Index], unit: Index, part: int, quads: Quads, vectors: int) -> list[Ssa]:
-        """Return dot products of int8 x and codes of weights, not yet scaled, as f32 vectors.
+        # d of codec group `part` (see the class), a flat list [rows][vectors].
+        every = list(range(self.digits))
+        if self.sum_parts == 1:
+            return [self._float(words) for words in self._words(rows, unit, part, quads, vectors, every, 0)]
+        high, low = (self._words(rows, unit, part, quads, vectors, *of) for of in ((every[:-1], 0), (every[-1:], 1)))
+        factor = self.b.splat(256.0, self.lanes)
+        return [self.b.fma(self._float(h), factor, self._float(l)) for h, l in zip(high, low, strict=True)]
 
-        A dot product is over one codec group (elements that share a scale). With a code c of the
-        weight and an int8 n of x, it is
+    def _float(self, words: Ssa) -> Ssa:
+        return self.b.convert("sitofp", words, "f32")
 
-            sum(c * n)                          if the codec has minima
-            sum((c - offset - bias) * n)        otherwise; see the class for `offset` and `bias`
-
-        Each lane of a vector has the dot product of one row of x and one row of the weight. The
-        list has `vectors` results for the first row of x, then `vectors` for the second, and so on.
-
-        rows: indices of the rows of x.
-        unit: the elements are in the 32 elements from 32 * unit on.
-        part: index of the codec group in these 32 elements.
-        quads: function that returns the codes, see the class.
-        vectors: number of vectors that cover the weight's rows.
-        """
-        b, dot, quads_a_group = self.b, self.dot, self.codec.group // 4
+    def _words(
+        self, rows: Sequence[Index], unit: Index, part: int, quads: Quads, vectors: int, digits: Sequence[int], of_sum: int
+    ) -> list[Ssa]:
+        # The exact sum over some digits of q, as i32. of_sum: the sum of q over these digits is part `of_sum` of x_integer_sums.
+        b, dot, per_group = self.b, self.dot, self.codec.group // 4
         together = batches(rows, dot.rows)
-        totals = [[dot.start([self._start(row, unit, part) for row in each])] * vectors for each in together]
-        for q in range(part * quads_a_group, (part + 1) * quads_a_group, dot.quads):
-            codes, word = [dot.code(arranged) for arranged in quads(q)], b.add(b.mul(unit, GROUP // 4), q)
-            for i, each in enumerate(together):
-                x = dot.x(self.buffers["x"], each, word)
-                totals[i] = [dot.add(total, code, x) for total, code in zip(totals[i], codes, strict=True)]
+        starts = [[self._start(row, unit, part, of_sum) for row in each] for each in together] if self.bias else None
+        zero = b.constant("0", I32)
+        for number, digit in enumerate(digits):
+            corrected = starts if number == len(digits) - 1 else None
+            if number == 0:
+                totals = [[dot.start(corrected[i] if corrected else [zero] * len(each))] * vectors for i, each in enumerate(together)]
+            else:
+                totals = [[dot.shifted(total, corrected[i] if corrected else None) for total in of] for i, of in enumerate(totals)]
+            first = b.add(b.mul(unit, WORDS * self.digits), WORDS * digit)
+            for q in range(part * per_group, (part + 1) * per_group, dot.quads):
+                codes = [dot.code(arranged) for arranged in quads(q)]
+                for i, each in enumerate(together):
+                    x = dot.x(self.x["x"], each, b.add(first, q))
+                    totals[i] = [dot.add(total, code, x) for total, code in zip(totals[i], codes, strict=True)]
         # Separate the vectors of each row; an odd last row uses only half of its block.
         by_row = [row for of_rows in totals for row in zip(*map(dot.words, of_rows), strict=True)]
-        return [b.convert("sitofp", words, "f32") for row in by_row[: len(rows)] for words in row]
+        return [words for row in by_row[: len(rows)] for words in row]
 
-    def _start(self, row: Index, unit: Index, part: int) -> Ssa:
-        # The sum of a codec group starts with -(offset + bias) * sum(n), or with 0 if the codec has minima.
-        if not self.bias:
-            return self.b.constant("0", I32)
-        return self.b.binary("muli", self._sum(row, unit, part), self.b.constant(str(-self.bias), I32))
+    def _start(self, row: Index, unit: Index, part: int, of_sum: int) -> Ssa:
+        number = self.b.add(self.b.mul(self._group(unit, part), self.sum_parts), of_sum)
+        return self.b.binary("muli", self.b.load(self.x["x_integer_sums"], row, number), self.b.constant(str(-self.bias), I32))
 
-    def _sum(self, row: Index, unit: Index, part: int) -> Ssa:
-        return self.b.load(self.buffers["x_sums"], row, self.b.add(self.b.mul(unit, self.parts), part))
+    def _group(self, unit: Index, part: int) -> Index:
+        return self.b.add(self.b.mul(unit, self.parts), part)
 
 
 @dataclass(frozen=True)
-class SmallBatchInt8Tiles(Tiles):
-    """The tile sizes of `SmallBatchInt8`.
+class SmallBatchIntegerTiles(Tiles):
+    """The tile sizes of `SmallBatchInteger`.
 
     rows: number of tokens whose sums are in registers at the same time.
     row_blocks: number of 16-row blocks of the weight that are read at the same time.
@@ -269,15 +274,15 @@ class SmallBatchInt8Tiles(Tiles):
         return self.rows <= matmul.tokens
 
 
-class SmallBatchInt8:
-    """A writer of the body of a matmul kernel for a few tokens, with x quantised to int8."""
+class SmallBatchInteger:
+    """A writer of the body of a matmul kernel for a few tokens, with x quantised to integers."""
 
-    def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchInt8Tiles, buffers: Buffers):
+    def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchIntegerTiles, buffers: Buffers):
         self.b, self.codec, self.isa, self.tiles, self.buffers = b, matmul.format, isa, tiles, buffers
         self.T, self.set = matmul.tokens, lcm(tiles.row_blocks, matmul.blocks_per_result)
         self.row_blocks, self.count, size = matmul.weight_shape
         self.ahead = -(-AHEAD_TOTAL // (tiles.row_blocks * size))
-        self.step = Step(b, matmul, isa, buffers)
+        self.step = Step(b, matmul, isa, buffers["weight"], buffers)
         self.records = self.step.records
         # Bytes of a record that are prefetched with each 32 elements of x.
         self.share = -(-size * self.step.parts // (self.records.layout.groups * CACHE_LINE)) * CACHE_LINE
