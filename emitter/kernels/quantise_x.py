@@ -85,11 +85,10 @@ def write_unit(b: Body, codec: Codec, digits: int, x: Sequence[Ssa], made: Mappi
 
     made: memrefs with the names and types of `quantised_types`.
     """
-    lanes, per_unit = x[0].width, GROUP // codec.group
-    shifted, scale = as_integers(b, x, digits)
+    lanes = x[0].width
+    integers, scale = integers_of(b, x, digits)
     b.store(scale, made["x_scales"], row, unit)
-    integers = [b.binary("subi", b.bitcast(s, lanes, "i32"), b.bitcast(b.splat(ROUND, lanes), lanes, "i32")) for s in shifted]
-    _write_sums(b, codec, digits, integers, scale, made, row, b.mul(unit, per_unit))
+    write_sums(b, codec, digits, integers, scale, made, row, b.mul(unit, GROUP // codec.group))
     for digit in range(digits):
         # Digit i, from the lowest on, is the low byte of (q + 128 + 128 * 256 + ...) >> 8 i, with i terms.
         low = digits - 1 - digit
@@ -99,9 +98,18 @@ def write_unit(b: Body, codec: Codec, digits: int, x: Sequence[Ssa], made: Mappi
         _write_bytes(b, moved, made["x"], row, b.add(b.mul(unit, WORDS * digits), WORDS * digit))
 
 
-def _write_sums(
+def integers_of(b: Body, x: Sequence[Ssa], digits: int) -> tuple[list[Ssa], Ssa]:
+    """Quantise the f32 vectors of a unit; return (vectors of i32, their scale)."""
+    shifted, scale = as_integers(b, x, digits)
+    width = x[0].width
+    offset = b.bitcast(b.splat(ROUND, width), width, "i32")
+    return [b.binary("subi", b.bitcast(each, width, "i32"), offset) for each in shifted], scale
+
+
+def write_sums(
     b: Body, codec: Codec, digits: int, integers: Sequence[Ssa], scale: Ssa, made: Mapping[str, Ssa], row: Index, first: Index
 ) -> None:
+    """Emit code that stores the sums of a unit's codec groups, from group `first` on, in those buffers that `made` has."""
     parts, lanes = parts_of_sum(codec, digits), integers[0].width
     if "x_sums" not in made and "x_integer_sums" not in made:
         return

@@ -135,7 +135,7 @@ def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
         return {}
     isa = ISAS[target.isa]
     conversions = {
-        "int8": f"x rounded to bytes by {isa.dot}",
+        **{f"int{8 * n}": f"x in integers of {8 * n} bits by {isa.dot}" for n in (1, 2, 3)},
         "bf16_pairs": f"x and weights rounded to bf16 by {isa.pairs}",
         "bf16_matrix": f"x and weights rounded to bf16 by {isa.matrix}",
         "bf16_split": f"x in exact pieces of bf16 by {isa.matrix}",

@@ -20,7 +20,7 @@ from castiron.emitter.kernels.recurrent.causal_conv import causal_conv
 from castiron.emitter.kernels.recurrent.gated_delta import gated_delta
 from castiron.emitter.kernels.recurrent.selective_scan import selective_scan
 from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens
-from castiron.emitter.kernels.round_x import round_x
+from castiron.emitter.kernels.quantise_x import quantise_x
 from castiron.emitter.kernels.split_x import split_x
 from castiron.emitter.kernels.weights.packing import LANES, packed_shape
 from castiron.emitter.lowering import lower
@@ -201,11 +201,12 @@ def _matmul(name: str, asked: KernelRequest) -> Kernel:
     return kernel_of(matmul, isa, asked.threads)
 
 
-def _round_x(name: str, asked: KernelRequest) -> Kernel:
-    # Matmuls of float codecs never read int8 activations, so use the layout that most quantised codecs have.
+def _quantise_x(name: str, asked: KernelRequest) -> Kernel:
+    # Matmuls of float codecs never read quantised activations, so use the layout that most quantised codecs have.
     codec = asked.codec if codec_of(asked.codec).quantised else "q4_1"
     packed_shape(codec, LANES, asked.sizes[0])
-    return round_x(asked.tokens, asked.sizes[0], codec_of(codec), isa=ISAS[asked.isa])
+    digits = 1 if asked.numerics in ("fast", "draft") else 3
+    return quantise_x(asked.tokens, asked.sizes[0], codec_of(codec), digits, isa=ISAS[asked.isa])
 
 
 def _split_x(name: str, asked: KernelRequest) -> Kernel:
@@ -276,7 +277,7 @@ KINDS: dict[str, Kind] = {
     "rms_norm": Kind("HIDDEN", "576", (128, 1, None), _of_model("prefill", "olmo2", "hidden_size")),
     "layer_norm": Kind("HIDDEN", "576", (128, 1, None), _of_model("prefill", "starcoder2", "hidden_size")),
     "embed": Kind("VOCABxHIDDEN", "49152x576", (1, 1, None), _of_model("prefill", "llama", "vocab_size", "hidden_size")),
-    "round_x": Kind("IN", "576", (128, 1, None), _round_x),
+    "quantise_x": Kind("IN", "576", (128, 1, None), _quantise_x),
     "split_x": Kind("IN", "576", (128, 1, None), _split_x),
     "argmax": Kind("VOCAB", "49152", (1, 1, None), _of_model("verify", "llama", "vocab_size")),
 }
@@ -305,7 +306,7 @@ def named_kernel(name: str, shape: str, *, tokens: int | None = None, **options:
     if tokens < minimum or (maximum is not None and tokens > maximum):
         raise PipelineError(f"{name} does not take {tokens} tokens; --tokens takes {kind.tokens_words}")
     asked = KernelRequest(tuple(map(int, words)), tokens, **options)
-    if asked.numerics != "exact" and kind.make not in (_matmul, _split_x):
+    if asked.numerics != "exact" and kind.make not in (_matmul, _split_x, _quantise_x):
         raise PipelineError(f"{name} is not a matmul, so its numerics are exact; leave --numerics out")
     try:
         return kind.make(name, replace(asked, context=max(asked.context, tokens)))

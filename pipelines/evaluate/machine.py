@@ -31,8 +31,8 @@ READ_GROUPS = 64
 READ_STREAMS = 4
 FMA_GROUPS = 16
 FMA_ITERATIONS = 400_000
-# Bits of a weight code, and dot products of codes and int8 that an int16 accumulator can hold.
-DOT_BITS, DOTS = 4, 8
+# The smallest and largest code of a weight, and dot products of codes and int8 that an int16 accumulator can hold.
+DOT_CODES, DOTS = (0, 15), 8
 DOT_ITERATIONS = FMA_ITERATIONS // DOTS
 # Tiles of accumulators on a matrix unit: 2 x 2, which are four of its eight registers, as in a kernel.
 HIGH = WIDE = 2
@@ -116,7 +116,7 @@ def _dot(isa: Isa) -> Kernel:
     operands = TensorType((chains + 2 * dot_of(isa).quads + chains // 2, isa.lanes), I32)
 
     def write(body: Body, x: Ssa, y: Ssa) -> None:
-        dot = dot_of(isa)(body, isa, DOT_BITS)
+        dot = dot_of(isa)(body, isa, DOT_CODES)
         vectors = [body.vload(x, isa.lanes, i, 0) for i in range(chains + 2 * dot.quads)]
         codes = [dot.code(quads) for quads in batches(vectors[chains:], dot.quads)]
         rows = batches(range(len(vectors), operands.shape[0]), dot.rows)

@@ -41,7 +41,7 @@ from castiron.emitter.kernels.matmul.tiles import (
 )
 from castiron.emitter.kernels.matmul_spec import DIGITS, Matmul
 from castiron.emitter.kernels.mlir.body import CACHE_LINE, I32, STACK_BYTES, Body, Index, Ssa, batches
-from castiron.emitter.kernels.mlir.dot import dot_of
+from castiron.emitter.kernels.mlir.dot import Accumulators, dot_of
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.quantise_x import WORDS, parts_of_sum
 from castiron.emitter.kernels.weights.packing import LANES
@@ -51,11 +51,12 @@ from castiron.emitter.kernels.weights.records import Int8Codes, Records
 # Max rows of a tile, by lanes; more accumulators would spill. The value for NEON is from llvm-mca for Neoverse V1 and N2.
 MAX_ROWS = {4: 2, 8: 6, 16: 6}
 MAX_DEPTH = 512
+MIN_CHAINS = 4  # rows from which on the accumulators of one digit are enough to hide latency
 Quads = Callable[[int], Sequence[Sequence[Ssa]]]
 Sides = Sequence[Sequence[tuple[Ssa, Ssa | None]]]
 # Of `SmallBatchInteger`: max rows of a tile, because more accumulators would spill; the same for 16-row blocks that are read
-# at the same time, and for the product of both.
-FEW_ROWS, FEW_BLOCKS, FEW_SUMS = 8, 4, 16
+# at the same time, with one digit and with more, and for the product of rows and blocks.
+FEW_ROWS, FEW_BLOCKS, FEW_SUMS = 8, (4, 2), 16
 
 
 @dataclass(frozen=True)
@@ -170,9 +171,14 @@ class Step:
         sides: sides[part][v] is (scale, base) of weights, see the class. `v` is the index of a vector
             of outputs.
         """
-        b, vectors = self.b, len(sides[0])
-        groups = [self._dots(rows, unit, part, quads, vectors) for part in range(self.parts)]
-        totals = []
+        groups = [self._dots(rows, unit, part, quads, len(sides[0])) for part in range(self.parts)]
+        return self.scaled(sums, rows, unit, groups, sides)
+
+    def scaled(
+        self, sums: Sequence[Ssa], rows: Sequence[Index], unit: Index, groups: Sequence[Sequence[Ssa]], sides: Sides
+    ) -> list[Ssa]:
+        """Return `sums` plus scaled dot products; groups[g] has d[g] (see the class) in the order of `sums`."""
+        b, vectors, totals = self.b, len(sides[0]), []
         for i, so_far in enumerate(sums):
             row, v = rows[i // vectors], i % vectors
             dotted = b.mulf(groups[0][i], sides[0][v][0])
@@ -225,21 +231,27 @@ class Step:
     ) -> list[Ssa]:
         # The exact sum over some digits of q, as i32. of_sum: the sum of q over these digits is part `of_sum` of x_integer_sums.
         b, dot, per_group = self.b, self.dot, self.codec.group // 4
-        together = batches(rows, dot.rows)
-        starts = [[self._start(row, unit, part, of_sum) for row in each] for each in together] if self.bias else None
-        zero = b.constant("0", I32)
+        together, zero = batches(rows, dot.rows), b.constant("0", I32)
+        totals: list[list[Accumulators]] = []  # [rows together][vectors]
         for number, digit in enumerate(digits):
-            corrected = starts if number == len(digits) - 1 else None
-            if number == 0:
-                totals = [[dot.start(corrected[i] if corrected else [zero] * len(each))] * vectors for i, each in enumerate(together)]
+            starts = None
+            if self.bias and number == len(digits) - 1:
+                starts = [[self._start(row, unit, part, of_sum) for row in each] for each in together]
+            # Few rows need several independent accumulators, to hide the latency of the instruction.
+            is_new = number == 0 or len(rows) < MIN_CHAINS
+            before = totals
+            if is_new:
+                totals = [[dot.start(starts[i] if starts else [zero] * len(each))] * vectors for i, each in enumerate(together)]
             else:
-                totals = [[dot.shifted(total, corrected[i] if corrected else None) for total in of] for i, of in enumerate(totals)]
+                totals = [[dot.shifted(total, starts[i] if starts else None) for total in of] for i, of in enumerate(totals)]
             first = b.add(b.mul(unit, WORDS * self.digits), WORDS * digit)
             for q in range(part * per_group, (part + 1) * per_group, dot.quads):
                 codes = [dot.code(arranged) for arranged in quads(q)]
                 for i, each in enumerate(together):
                     x = dot.x(self.x["x"], each, b.add(first, q))
                     totals[i] = [dot.add(total, code, x) for total, code in zip(totals[i], codes, strict=True)]
+            if is_new and number:
+                totals = [[dot.joined(*pair) for pair in zip(*of, strict=True)] for of in zip(before, totals, strict=True)]
         # Separate the vectors of each row; an odd last row uses only half of its block.
         by_row = [row for of_rows in totals for row in zip(*map(dot.words, of_rows), strict=True)]
         return [words for row in by_row[: len(rows)] for words in row]
@@ -266,7 +278,7 @@ class SmallBatchIntegerTiles(Tiles):
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
         rows = -(-matmul.tokens // -(-matmul.tokens // FEW_ROWS))
-        row_blocks = max(1, min(FEW_BLOCKS, FEW_SUMS // rows)) if isa.roomy else 1
+        row_blocks = max(1, min(FEW_BLOCKS[matmul.digits > 1], FEW_SUMS // rows)) if isa.roomy else 1
         sets = matmul.weight_shape[0] // lcm(row_blocks, matmul.blocks_per_result)
         return cls(rows, row_blocks, workgroups=max(1, min(sets, PARTS * threads)))
 

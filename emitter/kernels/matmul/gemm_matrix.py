@@ -66,6 +66,7 @@ from castiron.emitter.kernels.weights.panel import (
 )
 
 MIN_TOKENS = 9  # for fewer tokens f32 is faster
+MIN_SMALL_TOKENS = 5  # the same with a small panel (`has_small_panel`)
 MIN_INT8_TOKENS = 32  # for fewer tokens int8 is faster, where it is allowed
 MAX_SMALL_TOKENS = 64  # for more tokens a larger panel is faster, because x is read less often
 MAX_TOKENS = 128

@@ -29,6 +29,7 @@ from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
 from castiron.emitter.fixed_point import GROUP
 from castiron.emitter.kernels.matmul.gemm_integer import Step
 from castiron.emitter.kernels.matmul.prepared_x import PreparedX, QuantisedX
+from castiron.emitter.kernels.matmul.sum_tables import SumTables, is_summed_by_tables
 from castiron.emitter.kernels.matmul.tiles import Buffers, each_block
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import CACHE_LINE, L2_STACK_BYTES, Body, Index, Ssa, batches
@@ -72,6 +73,7 @@ class Gemv:
         self.b, self.codec, self.tiles, self.buffers, self.base = b, matmul.format, tiles, buffers, base
         self.chains = 1 if isa.canonical else tiles.chains
         self.lanes, self.x_row, self.y_row = isa.lanes, x_row, y_row
+        self.by_tables = is_summed_by_tables(matmul, isa)
         self.matmul, self.isa, self.out_features, self.in_features = matmul, isa, matmul.out_features, matmul.in_features
         self.row_blocks, self.count, self.size = matmul.weight_shape
         self.records = Records(b, self.codec, isa, buffers["weight"], base)
@@ -89,7 +91,8 @@ class Gemv:
         share: index of the share. The shares have about the same number of rows.
         """
         b, elements, matmul = self.b, self.layout.elements, self.matmul
-        x_bytes = elements * (QuantisedX.bytes_per_element(matmul) if matmul.digits else 4)
+        kind = SumTables if self.by_tables else QuantisedX
+        x_bytes = elements * (kind.bytes_per_element(matmul, self.isa) if matmul.digits else 4)
         space = L2_STACK_BYTES - 4 * LANES * BATCH * self.set
         chunks = -(-self.count // max(1, int(space // x_bytes)))
         chunk = -(-self.count // chunks)  # records
@@ -103,7 +106,10 @@ class Gemv:
                     self.records.prefetch(block, record.index, line)
         self.x: PreparedX | QuantisedX
         if matmul.digits:
-            self.x = QuantisedX(b, matmul, self.lanes, self.buffers, chunk * elements, self.x_row)
+            if self.by_tables:
+                self.x = SumTables(b, matmul, self.isa, self.buffers, chunk * elements, self.x_row)
+            else:
+                self.x = QuantisedX(b, matmul, self.lanes, self.buffers, chunk * elements, self.x_row)
             self.step = Step(b, matmul, self.isa, self.buffers["weight"], self.x.made, self.base)
         else:
             self.x = PreparedX(b, matmul, self.lanes, self.buffers, chunk * elements, row=self.x_row)
@@ -206,8 +212,20 @@ class Gemv:
         for n, (i, v) in enumerate(self.sides):
             for prefetch in _share(soon, n, len(self.sides)):
                 prefetch()
-            done += self.step.add_packed([totals[n]], [0], slot, row_blocks[i], groups, v)
+            if self.by_tables:
+                done += self._looked_up(totals[n], slot, row_blocks[i], groups, v)
+            else:
+                done += self.step.add_packed([totals[n]], [0], slot, row_blocks[i], groups, v)
         return done
+
+    def _looked_up(self, total: Ssa, slot: Index, block: Index, groups: list[tuple[Index, Index]], v: int) -> list[Ssa]:
+        b, records, x = self.b, self.records, self.x
+        assert isinstance(x, SumTables)
+        first = b.mul(slot, len(groups))
+        dots = [x.dot(records.group_codes(block, *at), b.add(first, part), v) for part, at in enumerate(groups)]
+        sides = [records.scale_and_base(block, *at, v) for at in groups]
+        sides = [[(scale, base if self.codec.minimum else None)] for scale, base in sides]
+        return self.step.scaled([total], [0], slot, [[b.convert("sitofp", dot, "f32")] for dot in dots], sides)
 
     def _float_group(
         self, row_blocks: list[Index], record: Index, group: Index, slot: Index, totals: list[Ssa], soon: list[Callable[[], None]]

@@ -23,6 +23,9 @@ from castiron.emitter.kernels.matmul.small_batch import SmallBatch, SmallBatchTi
 from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.split_x import DEPTH
+
+MAX_MADD_TOKENS = 3  # more tokens are faster in f32 if the CPU lacks instructions such as VNNI
 
 # Columns: predicate of a matmul, prefix of the kernel's name, class of its tiles, class that emits its body.
 _CHOICES: tuple[tuple[Callable[[Matmul], bool], str, type[Tiles], type[Any]], ...] = (
@@ -50,18 +53,24 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool, is_draft: bool = False)
     is_draft: whether x of one token may be rounded too (`--numerics draft`).
     """
     codec = matmul.format
-    exact = "int24" if codec.quantised and codec.has_integers else "f32"
+    # Without VNNI, int8 dot products take several instructions, and more of them for codes of 8 bits.
+    is_slow = isa.dot == "madd" and codec.integers[1] - codec.integers[0] > 127 and not isa.canonical
+    has_int8 = codec.quantised and not codec.e4m3 and not is_slow
+    is_single = not matmul.is_grouped if matmul.experts else matmul.tokens == 1
+    exact = "f32"
+    if codec.quantised and codec.has_integers:
+        is_fast_in_int24 = isa.dot != "madd" or isa.canonical or is_single or matmul.tokens <= MAX_MADD_TOKENS
+        # f32 GEMVs have no codes with minima.
+        exact = "int24" if (has_int8 and is_fast_in_int24) or (is_single and codec.minimum) else "f32"
     if isa.canonical:
         return exact
-    # AVX2 must widen 8-bit codes to s16, so that int8 measured 0.8 to 0.95 times the speed of f32.
-    is_slow_in_int8 = codec.integers[1] - codec.integers[0] > 127 and isa.dot == "madd" and isa.lanes == 8
-    has_int8 = codec.quantised and not codec.e4m3 and not is_slow_in_int8
-    if matmul.tokens == 1 and not matmul.experts:
-        return "int8" if is_draft and has_int8 else exact
+    if is_single:
+        return "int8" if is_draft and has_int8 and not matmul.experts else exact
     if matmul.experts:
-        # Memory bandwidth limits a matmul of few pairs, so rounding x would not make it faster.
-        return "int8" if is_fast and matmul.is_grouped and has_int8 else exact
+        return "int8" if is_fast and has_int8 else exact
     min_tokens = gemm_matrix.MIN_INT8_TOKENS if is_fast and has_int8 else gemm_matrix.MIN_TOKENS
+    if not is_fast and gemm_matrix.has_small_panel(codec) and codec.group >= DEPTH:
+        min_tokens = gemm_matrix.MIN_SMALL_TOKENS
     if isa.matrix and matmul.tokens >= min_tokens and (is_fast or codec.has_bf16_codes):
         return "bf16_matrix" if is_fast else "bf16_split"
     if is_fast and has_int8:

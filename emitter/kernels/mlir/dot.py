@@ -149,6 +149,11 @@ class Dot:
             up = [self.b.addi(each, more) for each, more in zip(up, self.start(words).words, strict=True)]
         return Accumulators(tuple(up))
 
+    def joined(self, high: Accumulators, low: Accumulators) -> Accumulators:
+        """Return accumulators with 256 * high + low."""
+        pairs = zip(self._summed(self.shifted(high)), self._summed(low), strict=True)
+        return Accumulators(tuple(self.b.addi(*pair) for pair in pairs))
+
     def words(self, sums: Accumulators) -> list[Ssa]:
         """Return the final s32 sums: one vector per row of x, one lane per row of the weight."""
         return list(self._summed(sums))
