@@ -5,11 +5,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
-from castiron.emitter.fixed_point import MAX_INTEGER
+from castiron.emitter.fixed_point import GROUP, MAX_INTEGER
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,30 @@ class Codec:
             return min(found), max(found)
         return (-128, 127) if self.bits == 8 else (0, (1 << self.bits) - 1)
 
-    def has_wide_dots(self, digits: int) -> bool:
-        """Return whether dot products with integers of `digits` bytes may not fit in an i32."""
+    def _fits_i32(self, elements: int, digits: int) -> bool:
         peak = max(abs(code - self.offset) for code in self.integers)
-        return peak * self.group * MAX_INTEGER[digits] >= 1 << 31
+        return peak * elements * MAX_INTEGER[digits] < 1 << 31
+
+    def has_wide_dots(self, digits: int) -> bool:
+        """Return whether a dot product with a group of integers of `digits` bytes may not fit in an i32."""
+        return not self._fits_i32(self.group, digits)
+
+    @cache
+    def unit(self, digits: int) -> int:
+        """Return how many elements of x, quantised to `digits` bytes for weights in this codec, share a scale.
+
+        It is 32, or with three digits up to a block if its groups differ in no scale and no minimum:
+        the exact sum over them must fit in an i32.
+        """
+        has_one_scale = digits == 3 and self.group == GROUP and not self.minimum and not self.has_group_scales
+        sizes = [n for n in (256, 128, 64) if has_one_scale and self.block % n == 0 and self._fits_i32(n, digits)]
+        return max([GROUP, *sizes])
+
+    @cached_property
+    def has_group_scales(self) -> bool:
+        """Return whether the groups of a block have scales of their own."""
+        return self.split(np.zeros((1, self.block_bytes), np.uint8)).scales is not None
+
 
     @property
     def quantised(self) -> bool:

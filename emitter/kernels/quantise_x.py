@@ -1,12 +1,13 @@
 """Quantise x to integers of 8, 16 or 24 bits (`fixed_point`), once for all matmuls that read x.
 
-Every 32 elements of a row of x, a unit, share a scale:
+Every 32 elements of a row of x, a span, are quantised together. A unit of elements shares a scale;
+it is one span for most codecs, or more (`Codec.unit`):
 
     scale = max |x| / n                 n is `MAX_INTEGER`
     q = round(x / scale)                to nearest, ties to even; 0 if the scale is almost 0
 
 The integers q are stored by digit: as one to three int8, so that instructions for int8 dot products
-multiply them. The 32 highest digits of a unit are followed by its next digits. Each eight elements
+multiply them. The 32 highest digits of a span are followed by its next digits. Each eight elements
 are in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`).
 """
 
@@ -26,7 +27,7 @@ from castiron.emitter.types import F32, I32, TensorType
 # Order of eight elements of k in bytes. Masking a word of eight 4-bit codes gives the bytes of codes 0, 2, 4, 6; masking
 # it after a shift gives those of 1, 3, 5, 7 (`weights.records`).
 EVEN_ODD = (0, 2, 4, 6, 1, 3, 5, 7)
-WORDS = GROUP // 4  # words of a digit of a unit, each with four int8
+WORDS = GROUP // 4  # words of a digit of a span, each with four int8
 ROWS = 4  # rows of a workgroup
 
 
@@ -38,7 +39,7 @@ def parts_of_sum(codec: Codec, digits: int) -> int:
 def quantised_types(rows: int, in_features: int, codec: Codec, digits: int) -> dict[str, TensorType]:
     """Return the types of the operands that a matmul with weights in `codec` reads in place of x [rows, in].
 
-    x: i32 [rows, in / 32 * digits * 8], the digits. x_scales: f32 [rows, in / 32].
+    x: i32 [rows, in / 32 * digits * 8], the digits. x_scales: f32 [rows, in / `Codec.unit`].
     x_sums: sums of x over each codec group, f32 [rows, in / group]; only if the codec has minima.
     x_integer_sums: sums of q over each codec group, i32 [rows, in / group * parts]; only if codes are
         stored with an offset, or may be negative. If there are two parts, the first is the sum of q
@@ -47,7 +48,7 @@ def quantised_types(rows: int, in_features: int, codec: Codec, digits: int) -> d
     groups, parts = in_features // (codec.group or GROUP), parts_of_sum(codec, digits)
     types = {
         "x": TensorType((rows, in_features // 4 * digits), I32),
-        "x_scales": TensorType((rows, in_features // GROUP), F32),
+        "x_scales": TensorType((rows, in_features // codec.unit(digits)), F32),
     }
     if codec.minimum:
         types["x_sums"] = TensorType((rows, groups), F32)
@@ -59,7 +60,8 @@ def quantised_types(rows: int, in_features: int, codec: Codec, digits: int) -> d
 def quantised(x: np.ndarray, codec: Codec, digits: int) -> dict[str, np.ndarray]:
     """Compute in NumPy what the kernel `quantise_x` computes, for x f32 [rows, in]."""
     rows, types = len(x), quantised_types(*x.shape, codec, digits)
-    numbers, scales = quantise(x.astype(np.float32).reshape(rows, -1, GROUP), digits)
+    numbers, scales = quantise(x.astype(np.float32).reshape(rows, -1, codec.unit(digits)), digits)
+    numbers = numbers.reshape(rows, -1, GROUP)
     ordered = digits_of(numbers, digits).reshape(digits, rows, -1, 4, 8)[..., EVEN_ODD].reshape(digits, rows, -1, GROUP)
     sums = numbers.reshape(rows, -1, codec.group).sum(axis=2)
     found = {"x": np.ascontiguousarray(ordered.transpose(1, 2, 0, 3)).reshape(rows, -1).view("<i4"), "x_scales": scales}
@@ -74,28 +76,36 @@ def quantised(x: np.ndarray, codec: Codec, digits: int) -> dict[str, np.ndarray]
 
 def dequantised(words: np.ndarray, scales: np.ndarray, digits: int) -> np.ndarray:
     """Return the x of `quantised`'s results "x" and "x_scales" as f64 [rows, in]."""
-    by_digit = np.ascontiguousarray(words).view(np.int8).reshape(*scales.shape, digits, GROUP).astype(np.float64)
+    rows = len(words)
+    by_digit = np.ascontiguousarray(words).view(np.int8).reshape(rows, -1, digits, GROUP).astype(np.float64)
     numbers = sum(by_digit[:, :, i] * 256.0 ** (digits - 1 - i) for i in range(digits))
-    numbers = numbers.reshape(*scales.shape, 4, 8)[..., np.argsort(EVEN_ODD)].reshape(*scales.shape, GROUP)
-    return (numbers * scales[..., None]).reshape(len(words), -1)
+    numbers = numbers.reshape(rows, -1, 4, 8)[..., np.argsort(EVEN_ODD)].reshape(*scales.shape, -1)
+    return (numbers * scales[..., None]).reshape(rows, -1)
 
 
 def write_unit(b: Body, codec: Codec, digits: int, x: Sequence[Ssa], made: Mapping[str, Ssa], row: Index, unit: Index) -> None:
-    """Emit code that quantises one unit, 32 elements of x in vectors, and stores it as element `unit` of `row` in `made`.
+    """Emit code that quantises one unit of x, given as vectors, and stores it as unit `unit` of `row` in `made`.
 
     made: memrefs with the names and types of `quantised_types`.
     """
     lanes = x[0].width
     integers, scale = integers_of(b, x, digits)
     b.store(scale, made["x_scales"], row, unit)
-    write_sums(b, codec, digits, integers, scale, made, row, b.mul(unit, GROUP // codec.group))
+    write_sums(b, codec, digits, integers, scale, made, row, b.mul(unit, codec.unit(digits) // codec.group))
+    spans = codec.unit(digits) // GROUP
+    for span, of_span in enumerate(batches(integers, GROUP // lanes)):
+        _write_digits(b, of_span, digits, made["x"], row, b.mul(b.add(b.mul(unit, spans), span), WORDS * digits))
+
+
+def _write_digits(b: Body, integers: Sequence[Ssa], digits: int, words: Ssa, row: Index, first: Index) -> None:
+    lanes = integers[0].width
     for digit in range(digits):
         # Digit i, from the lowest on, is the low byte of (q + 128 + 128 * 256 + ...) >> 8 i, with i terms.
         low = digits - 1 - digit
         carry = sum(128 << 8 * i for i in range(low))
         moved = [b.binary("addi", q, b.isplat(carry, lanes)) if low else q for q in integers]
         moved = [b.binary("shrsi", q, b.isplat(8 * low, lanes)) if low else q for q in moved]
-        _write_bytes(b, moved, made["x"], row, b.add(b.mul(unit, WORDS * digits), WORDS * digit))
+        _write_bytes(b, moved, words, row, b.add(first, WORDS * digit))
 
 
 def integers_of(b: Body, x: Sequence[Ssa], digits: int) -> tuple[list[Ssa], Ssa]:
@@ -150,19 +160,19 @@ def quantise_x(rows: int, in_features: int, codec: Codec, digits: int = 1, *, is
 
     Its results have the names and types of `quantised_types`.
     """
-    types, lanes = quantised_types(rows, in_features, codec, digits), isa.lanes
+    types, lanes, size = quantised_types(rows, in_features, codec, digits), isa.lanes, codec.unit(digits)
 
     def write(b: Body, **made: Ssa) -> None:
         x = made.pop("source")
         low = b.mul(b.workgroup(), ROWS)
-        with b.loop(low, b.min(b.add(low, ROWS), rows)) as t, b.loop(0, in_features // GROUP) as unit:
-            start = b.mul(unit.index, GROUP)
-            parts = [b.vload(x, lanes, t.index, b.add(start, k)) for k in range(0, GROUP, lanes)]
+        with b.loop(low, b.min(b.add(low, ROWS), rows)) as t, b.loop(0, in_features // size) as unit:
+            start = b.mul(unit.index, size)
+            parts = [b.vload(x, lanes, t.index, b.add(start, k)) for k in range(0, size, lanes)]
             write_unit(b, codec, digits, parts, made, t.index, unit.index)
 
     sums = "".join(name[2:-5] + str(types[name].shape[1]) for name in ("x_sums", "x_integer_sums") if name in types)
     return Kernel(
-        f"quantise_x{8 * digits}_{rows}x{in_features}_{codec.group}{sums}_{isa.name}",
+        f"quantise_x{8 * digits}_{rows}x{in_features}_{codec.unit(digits)}by{codec.group}{sums}_{isa.name}",
         {"source": TensorType((rows, in_features), F32)},
         types,
         -(-rows // ROWS),

@@ -28,7 +28,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from castiron.emitter.fixed_point import GROUP
 from castiron.emitter.kernels.matmul import gemm, gemm_integer
 from castiron.emitter.kernels.matmul.gemm import Gemm, GemmTiles
 from castiron.emitter.kernels.matmul.gemm_integer import GemmInteger, GemmIntegerTiles
@@ -308,7 +307,7 @@ class GroupedInteger(Grouped, GemmInteger):
             block, v = b.add(first_block, b.div(side.index, vectors)), b.rem(side.index, vectors)
             column = b.add(first_column, b.mul(side.index, self.lanes))
             x_row = self._x_rows(token, rows)
-            with b.loop(0, self.in_features // GROUP, carry=[b.splat(0.0, self.lanes)] * rows) as loop:
+            with b.loop(0, self.in_features // self.step.unit, carry=[b.splat(0.0, self.lanes)] * rows) as loop:
                 units = [b.add(b.mul(loop.index, parts), part) for part in range(parts)]
                 at = [(b.div(unit, groups), b.rem(unit, groups)) for unit in units]
                 self._prefetch([block], units[0], parts)

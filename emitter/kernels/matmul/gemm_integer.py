@@ -43,6 +43,7 @@ from castiron.emitter.kernels.matmul_spec import DIGITS, Matmul
 from castiron.emitter.kernels.mlir.body import CACHE_LINE, I32, STACK_BYTES, Body, Index, Ssa, batches
 from castiron.emitter.kernels.mlir.dot import Accumulators, dot_of
 from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.vector_math import tree
 from castiron.emitter.kernels.quantise_x import WORDS, parts_of_sum
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import Int8Panel
@@ -62,7 +63,7 @@ FEW_ROWS, FEW_BLOCKS, FEW_SUMS = 8, (4, 2), 16
 @dataclass(frozen=True)
 class GemmIntegerTiles(PanelTiles):
     def units(self, matmul: Matmul) -> tuple[int, int]:
-        return self.rows, GROUP
+        return self.rows, matmul.format.unit(matmul.digits)
 
     def stack_bytes(self, matmul: Matmul) -> int:
         return super().stack_bytes(matmul) + LANES * self.row_blocks * row_bytes(self.depth, matmul.format.group)
@@ -94,8 +95,9 @@ def int8_depth(matmul: Matmul, budget: int) -> int:
 
     budget: max bytes of the panel for each row of W.
     """
-    fitting = budget * GROUP // row_bytes(GROUP, matmul.format.group)
-    return even_share(matmul.in_features // GROUP, min(MAX_DEPTH, fitting) // GROUP) * GROUP
+    unit = matmul.format.unit(matmul.digits)
+    fitting = budget * unit // row_bytes(unit, matmul.format.group)
+    return even_share(matmul.in_features // unit, min(MAX_DEPTH, fitting) // unit) * unit
 
 
 class GemmInteger(Gemm):
@@ -113,22 +115,25 @@ class GemmInteger(Gemm):
         with b.loop(0, self.columns, width) as column:
             columns = [b.add(column.index, c) for c in range(0, width, self.lanes)]
             at = [(b.add(row, r), c) for r in range(rows) for c in columns]
-            with b.loop(0, depth // GROUP, carry=[b.vload(self.sums, self.lanes, *each) for each in at]) as loop:
-                parts = self.step.parts
-                at_once, first = self.step.dot.quads, b.mul(loop.index, GROUP // 4)
+            with b.loop(0, depth // self.step.unit, carry=[b.vload(self.sums, self.lanes, *each) for each in at]) as loop:
+                parts = self.step.scales
+                at_once, first = self.step.dot.quads, b.mul(loop.index, self.step.unit // 4)
                 quads = lambda q: [panel.quads(b.add(first, q), c, at_once) for c in columns]
-                groups = [b.add(b.mul(loop.index, parts), part) for part in range(parts)]
+                groups = [b.add(b.mul(loop.index, self.step.parts), part) for part in range(parts)]
                 base = lambda g, c: b.vload(panel.bases, lanes, g, c) if panel.bases else None
                 side = lambda g, c: (b.vload(panel.scales, lanes, g, c), base(g, c))
                 sides = [[side(group, c) for c in columns] for group in groups]
                 tokens = [x_row(r) for r in range(rows)]
-                loop.give(*self.step.add(loop.values, tokens, b.add(b.div(k, GROUP), loop.index), quads, sides))
+                loop.give(*self.step.add(loop.values, tokens, b.add(b.div(k, self.step.unit), loop.index), quads, sides))
             for total, each in zip(loop.results, at, strict=True):
                 b.vstore(total, self.sums, *each)
 
 
 class Step:
-    """A writer of code that multiplies one unit, 32 elements of quantised x, by weights, and adds to f32 sums.
+    """A writer of code that multiplies one unit of quantised x by weights, and adds to f32 sums.
+
+    A unit is the elements of x that share a scale (`Codec.unit`): 32 elements, with one or two codec
+    groups, or more elements whose weights share a scale, which count as one group.
 
     A weight is scale * c + base if the codec has minima, and otherwise scale * (c - offset - bias),
     where c is the code that the instruction multiplies: the stored code plus a bias (`Dot.bias`).
@@ -149,9 +154,9 @@ class Step:
 
     Arguments of the methods:
     rows: indices of the rows of x.
-    unit: index of the unit: it has elements 32 * unit .. 32 * unit + 31 of in_features.
+    unit: index of the unit in x.
     part: index of a codec group in the unit.
-    quads: function that returns codes. A quad is four c in an i32, so a unit has quads 0 .. 7.
+    quads: function that returns codes. A quad is four c in an i32.
         quads(q) returns, for each vector of outputs (rows of the weight), a list of `Dot.quads`
         vectors: quads q, q + 1 and so on. Each lane has the quad of one output.
     """
@@ -160,7 +165,9 @@ class Step:
         self.b, self.codec, self.lanes, self.x = b, matmul.format, isa.lanes, x
         self.digits = DIGITS[matmul.numerics]
         self.records = Records(b, self.codec, isa, weight, base)
-        self.dot, self.parts = dot_of(isa)(b, isa, self.codec.integers), GROUP // matmul.format.group
+        self.dot, self.unit = dot_of(isa)(b, isa, self.codec.integers), self.codec.unit(self.digits)
+        self.parts, self.spans = self.unit // self.codec.group, self.unit // GROUP
+        self.scales = 1 if self.spans > 1 else self.parts
         self.bias = 0 if self.codec.minimum and not self.dot.bias else self.codec.offset + self.dot.bias
         self.sum_parts = parts_of_sum(self.codec, self.digits)
 
@@ -171,7 +178,7 @@ class Step:
         sides: sides[part][v] is (scale, base) of weights, see the class. `v` is the index of a vector
             of outputs.
         """
-        groups = [self._dots(rows, unit, part, quads, len(sides[0])) for part in range(self.parts)]
+        groups = [self._dots(rows, unit, part, quads, len(sides[0])) for part in range(self.scales)]
         return self.scaled(sums, rows, unit, groups, sides)
 
     def scaled(
@@ -182,10 +189,10 @@ class Step:
         for i, so_far in enumerate(sums):
             row, v = rows[i // vectors], i % vectors
             dotted = b.mulf(groups[0][i], sides[0][v][0])
-            for part in range(1, self.parts):
+            for part in range(1, self.scales):
                 dotted = b.fma(groups[part][i], sides[part][v][0], dotted)
             total = b.fma(dotted, b.broadcast(b.load(self.x["x_scales"], row, unit), self.lanes), so_far)
-            for part in range(self.parts):
+            for part in range(self.scales):
                 base = sides[part][v][1]
                 if base is not None:
                     x_sum = b.load(self.x["x_sums"], row, self._group(unit, part))
@@ -210,13 +217,16 @@ class Step:
             the group in the record).
         """
         codes = [Int8Codes(self.records, block, *group) for group in groups]
-        sides = [[each.scale_and_base(v)] for each in codes]
+        sides = [[each.scale_and_base(v)] for each in codes[: self.scales]]
         each = self.codec.group // 4
         return self.add(sums, list(rows), unit, lambda q: [codes[q // each].quads(q % each, v)], sides)
 
     def _dots(self, rows: Sequence[Index], unit: Index, part: int, quads: Quads, vectors: int) -> list[Ssa]:
         # d of codec group `part` (see the class), a flat list [rows][vectors].
         every = list(range(self.digits))
+        if self.spans > 1:
+            parts = [self._words(rows, unit, part, quads, vectors, every, 0) for part in range(self.spans)]
+            return [self._float(tree(self.b.addi, words)) for words in zip(*parts, strict=True)]
         if self.sum_parts == 1:
             return [self._float(words) for words in self._words(rows, unit, part, quads, vectors, every, 0)]
         high, low = (self._words(rows, unit, part, quads, vectors, *of) for of in ((every[:-1], 0), (every[-1:], 1)))
@@ -244,11 +254,12 @@ class Step:
                 totals = [[dot.start(starts[i] if starts else [zero] * len(each))] * vectors for i, each in enumerate(together)]
             else:
                 totals = [[dot.shifted(total, starts[i] if starts else None) for total in of] for i, of in enumerate(totals)]
-            first = b.add(b.mul(unit, WORDS * self.digits), WORDS * digit)
+            span = part * per_group // WORDS
+            first = b.add(b.mul(b.add(b.mul(unit, self.spans), span), WORDS * self.digits), WORDS * digit)
             for q in range(part * per_group, (part + 1) * per_group, dot.quads):
                 codes = [dot.code(arranged) for arranged in quads(q)]
                 for i, each in enumerate(together):
-                    x = dot.x(self.x["x"], each, b.add(first, q))
+                    x = dot.x(self.x["x"], each, b.add(first, q - span * WORDS))
                     totals[i] = [dot.add(total, code, x) for total, code in zip(totals[i], codes, strict=True)]
             if is_new and number:
                 totals = [[dot.joined(*pair) for pair in zip(*of, strict=True)] for of in zip(before, totals, strict=True)]

@@ -26,7 +26,6 @@ from functools import partial
 
 from castiron.emitter.kernels.epilogue import combine, with_operands
 from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
-from castiron.emitter.fixed_point import GROUP
 from castiron.emitter.kernels.matmul.gemm_integer import Step
 from castiron.emitter.kernels.matmul.prepared_x import PreparedX, QuantisedX
 from castiron.emitter.kernels.matmul.sum_tables import SumTables, is_summed_by_tables
@@ -167,7 +166,9 @@ class Gemv:
         # totals + the dot products of records first .. last - 1
         if not self.codec.quantised:
             return self._float_dots(row_blocks, first, last, totals)
-        add, elements = (self._integer_unit, GROUP) if self.matmul.digits else (self._float_group, self.codec.group)
+        add, elements = self._float_group, self.codec.group
+        if self.matmul.digits:
+            add, elements = self._integer_unit, self.step.unit
         units = self.layout.elements // elements
         with self.b.loop(first, last, carry=totals) as record:
             if units > 1:
@@ -201,7 +202,7 @@ class Gemv:
     def _integer_unit(
         self, row_blocks: list[Index], record: Index, unit: Index, slot: Index, totals: list[Ssa], soon: list[Callable[[], None]]
     ) -> list[Ssa]:
-        """Return totals + the dot products of a unit of 32 elements with `row_blocks`.
+        """Return totals + the dot products of a unit of x with `row_blocks`.
 
         unit: index of the unit in the record. slot: its index in the part of x that is on the stack.
         soon: functions that each emit a prefetch. They are called between the multiplications,
@@ -223,7 +224,8 @@ class Gemv:
         assert isinstance(x, SumTables)
         first = b.mul(slot, len(groups))
         dots = [x.dot(records.group_codes(block, *at), b.add(first, part), v) for part, at in enumerate(groups)]
-        sides = [records.scale_and_base(block, *at, v) for at in groups]
+        dots = [tree(b.addi, dots)] if self.step.scales == 1 else dots
+        sides = [records.scale_and_base(block, *at, v) for at in groups[: self.step.scales]]
         sides = [[(scale, base if self.codec.minimum else None)] for scale, base in sides]
         return self.step.scaled([total], [0], slot, [[b.convert("sitofp", dot, "f32")] for dot in dots], sides)
 

@@ -9,7 +9,7 @@ from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import PARTS
 from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.emitter.kernels.weights.packing import LANES
+from castiron.emitter.kernels.weights.packing import LANES, layout
 
 # Distance of prefetched weights: of one row block, and of all row blocks that are read at the same time.
 AHEAD_BYTES, AHEAD_TOTAL = 5 << 10, 10 << 10
@@ -59,8 +59,8 @@ class GemvTiles(Tiles):
             return cls(together, 1 if isa.canonical else 2, ahead, workgroups=workgroups)
         if isa.canonical:
             return cls(2, 1, ahead, workgroups=workgroups)
-        # Two row blocks overflow the registers for codes.
-        together = 1 if codec.quantised else 2
+        # Two row blocks overflow the registers for codes of several groups, and for all codes on NEON.
+        together = 1 if layout(codec).groups > 1 or (codec.quantised and isa.lanes < 8) else 2
         return cls(together, 4 if isa.lanes == LANES else 2, ahead, workgroups=workgroups)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Container, Mapping
 
-from castiron.emitter.fixed_point import GROUP
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
@@ -58,10 +57,10 @@ class QuantisedX(_NormedX):
 
     def fill(self, first: int, last: int) -> None:
         """Emit code that quantises elements first .. last - 1; they are stored from the start of the buffers on."""
-        b = self.b
-        with b.loop(0, (last - first) // GROUP) as unit:
-            start = b.add(b.mul(unit.index, GROUP), first)
-            x = [self._normalised(b.add(start, k), self.lanes) for k in range(0, GROUP, self.lanes)]
+        b, size = self.b, self.codec.unit(self.matmul.digits)
+        with b.loop(0, (last - first) // size) as unit:
+            start = b.add(b.mul(unit.index, size), first)
+            x = [self._normalised(b.add(start, k), self.lanes) for k in range(0, size, self.lanes)]
             self._write(x, unit.index)
 
     def _write(self, x: list[Ssa], unit: Index) -> None:

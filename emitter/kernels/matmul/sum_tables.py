@@ -19,10 +19,9 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from castiron.emitter.codec import Codec
-from castiron.emitter.fixed_point import GROUP
 from castiron.emitter.kernels.matmul.prepared_x import QuantisedX
 from castiron.emitter.kernels.matmul_spec import Matmul
-from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, vector_type
+from castiron.emitter.kernels.mlir.body import I32, Body, Index, Ssa, vector_type
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.lookup import permuted, shifted_index
 from castiron.emitter.kernels.mlir.vector_math import tree
@@ -62,7 +61,7 @@ class SumTables(QuantisedX):
             for bit in range(self.codec.bits)
             if mask >> bit & 1
         }
-        self.integers = b.stack(GROUP, element="i32")
+        self.integers = b.stack(self.codec.unit(matmul.digits), element="i32")
         self.tables = b.stack(capacity // self.codec.group * self.words * len(self.slices), isa.lanes, element="i32")
 
     @staticmethod
@@ -96,7 +95,7 @@ class SumTables(QuantisedX):
         return -self.codec.offset, tuple(1 << i for i in range(self.codec.bits))
 
     def _write(self, x: list[Ssa], unit: Index) -> None:
-        b, parts = self.b, GROUP // self.codec.group
+        b, parts = self.b, self.codec.unit(self.matmul.digits) // self.codec.group
         integers, scale = integers_of(b, x, self.matmul.digits)
         b.store(scale, self.made["x_scales"], 0, unit)
         write_sums(b, self.codec, self.matmul.digits, integers, scale, self.made, 0, b.mul(unit, parts))
@@ -109,15 +108,21 @@ class SumTables(QuantisedX):
         b = self.b
         for word in range(self.words):
             for n, (shift, width) in enumerate(self.slices):
-                terms = []
-                for j in range(width):
-                    k, bit = self.bits[word, shift + j]
-                    q = b.broadcast(b.load(self.integers, first + k), self.lanes)
-                    terms.append(b.binary("muli", self._factors(j, bit), q))
-                b.vstore(tree(b.addi, terms), self.tables, self._row(group, word, n), 0)
+                b.vstore(self._table(first, word, shift, width), self.tables, self._row(group, word, n), 0)
 
-    def _factors(self, j: int, bit: int) -> Ssa:
-        # Bit `bit` of a code, which is bit j of its slice, adds factors[n] * q to entry n of the table.
-        base, weights = self._bit_values
-        listed = [(base if bit == 0 else 0) + (weights[bit] if n >> j & 1 else 0) for n in range(self.lanes)]
-        return self.b.constant(f"dense<{listed}>", vector_type(self.lanes, "i32"))
+    def _table(self, first: int, word: int, shift: int, width: int) -> Ssa:
+        # first: index of the group's first element in the unit.
+        b, (base, weights) = self.b, self._bit_values
+        offset: Ssa | None = None
+        terms, zero = [], b.isplat(0, self.lanes)
+        for j in range(width):
+            k, bit = self.bits[word, shift + j]
+            q = b.load(self.integers, first + k)
+            if bit == 0 and base:
+                term = b.binary("muli", q, b.constant(str(base), I32))
+                offset = term if offset is None else b.addi(offset, term)
+            entries = ", ".join("true" if n >> j & 1 else "false" for n in range(self.lanes))
+            is_set = b.constant(f"dense<[{entries}]>", vector_type(self.lanes, "i1"))
+            value = q if weights[bit] == 1 else b.binary("muli", q, b.constant(str(weights[bit]), I32))
+            terms.append(b.select(is_set, b.broadcast(value, self.lanes), zero))
+        return tree(b.addi, terms if offset is None else [*terms, b.broadcast(offset, self.lanes)])
