@@ -106,7 +106,7 @@ class Codec:
         the exact sum over them must fit in an i32.
         """
         has_one_scale = digits == 3 and self.group == GROUP and not self.minimum and not self.has_group_scales
-        sizes = [n for n in (256, 128, 64) if has_one_scale and self.block % n == 0 and self._fits_i32(n, digits)]
+        sizes = [n for n in (128, 64) if has_one_scale and self.block % n == 0 and self._fits_i32(n, digits)]
         return max([GROUP, *sizes])
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Prepare x for a GEMV of codes of up to three bits, where table look-ups replace dot products.
+"""Prepare x for a GEMV of codes of one bit, where table look-ups replace dot products.
 
 A code is a base plus the values of its bits that are set: a code of two bits may be -2 + 1 * bit 0
 + 2 * bit 1. Several codes are packed in a word of 16 or 32 bits. So the sum of q * code over a word,
@@ -30,7 +30,7 @@ from castiron.emitter.kernels.weights.packing import layout
 from castiron.emitter.kernels.weights.records import GroupCodes
 
 # Max bits of a code, by lanes of a vector; for more bits, dot products are not slower.
-MAX_BITS = {4: 0, 8: 1, 16: 3}
+MAX_BITS = {4: 0, 8: 1, 16: 1}
 
 
 def is_summed_by_tables(matmul: Matmul, isa: Isa) -> bool:
@@ -42,7 +42,7 @@ def is_summed_by_tables(matmul: Matmul, isa: Isa) -> bool:
 
 def _slices(codec: Codec, isa: Isa) -> list[tuple[int, int]]:
     # The slices of a word of codes, each as (its first bit, number of bits); the last one may have fewer bits.
-    bits, word_bits = isa.lanes.bit_length() - 1, layout(codec).word_bits
+    bits, word_bits = isa.lanes.bit_length() - 1, 32
     return [(shift, min(bits, word_bits - shift)) for shift in range(0, word_bits, bits)]
 
 

@@ -17,7 +17,6 @@ values are the parts of a record:
     scales [groups, 16] u8 or i8     factors of d, one for each codec group
     minima [groups, 16] u8           factors of m, one for each codec group
     codes  [groups, words, 16] i32   words with bit fields; `Layout.bit_fields` locates a code
-           [groups, words, 16] i16   the same for codes of 3 bits
            [elements, 16] i8         E4M3
 
 Every quantised codec has d and codes; the other parts depend on the codec. A record of a float
@@ -27,10 +26,8 @@ i32, the even one in the low half).
 Codes are placed so that a shift and a mask of a word give four codes of a row in four bytes, as
 instructions for int8 dot products read them: a quad. Quad q of a group has codes 8 (q / 2) + q % 2 +
 (0, 2, 4, 6). The codes of quads q, q + 1, ... are next to each other in the bytes of a word. Codes of
-5 or 6 bits are stored as two planes, the low four bits and the others (`PLANES`).
-
-A word of 16 bits has five complete codes of 3 bits. The last one or two codes of a group are stored
-in the bits that are left over (`TOP_CODES`).
+3, 5 or 6 bits are stored as two planes, the low two or four bits and the others (`PLANES`). If a
+group has 16 codes of 3 bits, its second plane is a word of 16 bits, which is widened to 32 bits.
 """
 
 import os
@@ -52,12 +49,7 @@ _MAX_THREADS = 4  # more threads gain nothing, because memory bandwidth is the l
 
 BitField = tuple[int, int, int]  # (word, right shift, mask): the bits word >> shift & mask; left if the shift is negative
 # By bits of a code: the bits that each plane of words has, from the lowest on.
-PLANES = {1: (1,), 2: (2,), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
-# The last codes of a group of 32 codes of 3 bits: each is the OR of bit fields. A group of 16 codes has only the first.
-TOP_CODES: tuple[tuple[BitField, ...], ...] = (
-    ((0, 15, 1), (1, 14, 2), (2, 13, 4)),
-    ((3, 15, 1), (4, 14, 2), (5, 13, 4)),
-)
+PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 
 
 @dataclass(frozen=True)
@@ -70,8 +62,7 @@ class Layout:
     size: bytes of a record.
     elements: number of elements of each row in a record.
     groups: number of groups of each row in a record.
-    words: number of words with the codes of one group of one row; 0 for E4M3 and floats.
-    word_bits: bits of a word.
+    word_bytes: bytes of each word with the codes of one group of one row; empty for E4M3 and floats.
     d, m, scales, minima, codes: byte offset of each part of the record (an element is
         d * scale * code +- m * minimum); None if the format has no such part.
     d_type: NumPy type of d.
@@ -80,8 +71,7 @@ class Layout:
     size: int
     elements: int
     groups: int = 1
-    words: int = 0
-    word_bits: int = 32
+    word_bytes: tuple[int, ...] = ()
     d: int = 0
     d_type: str = ""
     m: int | None = None
@@ -91,18 +81,24 @@ class Layout:
 
     def bit_fields(self, codec: Codec, k: int) -> tuple[BitField, ...]:
         """Return where the bits of code k of a group are: the code is the OR of (words[word] >> shift) & mask."""
-        if codec.bits == 3:
-            fields = self.word_bits // 3
-            in_fields = self.words * fields
-            return TOP_CODES[k - in_fields] if k >= in_fields else ((k // fields, k % fields * 3, 7),)
         quad, byte = k // 8 * 2 + k % 2, k % 8 // 2
         found, first, low = [], 0, 0
         for bits in PLANES[codec.bits]:
             per_word = 8 // bits
-            shift = 8 * byte + bits * (quad % per_word) - low
-            found.append((first + quad // per_word, shift, ((1 << bits) - 1) << low))
-            first, low = first + codec.group // 4 // per_word, low + bits
+            position = 8 * byte + bits * (quad % per_word)
+            if self.word_bytes[first] == 2:
+                position = 8 * (byte % 2) + 4 * (byte // 2) + quad
+            found.append((first + quad // per_word, position - low, ((1 << bits) - 1) << low))
+            first, low = first + max(1, codec.group // 4 // per_word), low + bits
         return tuple(found)
+
+    @property
+    def words(self) -> int:
+        return len(self.word_bytes)
+
+    def word_offset(self, word: int) -> int:
+        """Return the byte offset of a word of 16 rows in the codes of their group."""
+        return LANES * sum(self.word_bytes[:word])
 
     @property
     def group_bytes(self) -> int:
@@ -121,10 +117,11 @@ def layout(codec: Codec) -> Layout:
         if (of_block := getattr(parts, part)) is not None:
             offsets[part] = offset
             offset += of_block.nbytes * LANES
-    word_bits = 16 if codec.bits == 3 else 32  # so that 16 codes of 3 bits are a whole number of words
-    words = 0 if codec.e4m3 else codec.group * codec.bits // word_bits
+    # The last word has 16 bits if the codes of a group do not fill 32.
+    code_bytes = 0 if codec.e4m3 else codec.group * codec.bits // 8
+    word_bytes = (4,) * (code_bytes // 4) + (2,) * (code_bytes % 4 // 2)
     size = offset + codec.block * codec.bits * LANES // 8
-    return Layout(size, codec.block, groups, words, word_bits, d_type=parts.d.dtype.str, codes=offset, **offsets)
+    return Layout(size, codec.block, groups, word_bytes, d_type=parts.d.dtype.str, codes=offset, **offsets)
 
 
 def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[int, int, int]:
@@ -138,32 +135,27 @@ def packed_shape(codec_name: str, out_features: int, in_features: int) -> tuple[
     return -(-out_features // LANES), -(-in_features // record.elements), record.size
 
 
-def _words(codec: Codec, record: Layout, codes: np.ndarray) -> np.ndarray:
-    # Return the words of n blocks, [groups * words, n]. codes: i8 [n, block].
+def _words(codec: Codec, record: Layout, codes: np.ndarray) -> list[np.ndarray]:
+    # Return each word of a group, [groups, n] of n blocks. codes: i8 [n, block].
     groups = _stored(codec, codes).T.reshape(record.groups, codec.group, -1)
-    if codec.bits == 3:
-        words = np.zeros((record.groups, record.words, groups.shape[2]), np.uint16)
-        for k in range(codec.group):
-            for word, shift, mask in record.bit_fields(codec, k):
-                words[:, word] |= (groups[:, k] & np.uint8(mask)).astype(np.uint16) << np.uint16(shift)
-        return words.reshape(-1, groups.shape[2])
+    n = groups.shape[2]
     # Element (octet, byte, odd) of a group is byte `byte` of quad 2 * octet + odd.
-    quads = groups.reshape(record.groups, -1, 4, 2, groups.shape[2]).swapaxes(2, 3).reshape(record.groups, -1, 4, groups.shape[2])
-    found = np.empty((record.groups, record.words, groups.shape[2], 4), np.uint8)
-    first, low = 0, 0
+    quads = groups.reshape(record.groups, -1, 4, 2, n).swapaxes(2, 3).reshape(record.groups, -1, 4, n)
+    found, low = [], 0
     for bits in PLANES[codec.bits]:
-        per_word, mask = 8 // bits, (1 << bits) - 1
-        of_word = quads.reshape(record.groups, -1, per_word, 4, quads.shape[3])
-        words = of_word.shape[1]
-        for byte in range(4):
-            total = np.zeros((record.groups, words, quads.shape[3]), np.uint8)
-            for i in range(per_word):
-                part = of_word[:, :, i, byte]
-                part = part if len(PLANES[codec.bits]) == 1 else part >> np.uint8(low) & np.uint8(mask)
-                total |= part * np.uint8(1 << bits * i) if i else part  # NumPy multiplies bytes faster than it shifts them
-            found[:, first : first + words, :, byte] = total
-        first, low = first + words, low + bits
-    return found.view("<u4").reshape(-1, groups.shape[2])
+        plane = quads if len(PLANES[codec.bits]) == 1 else quads >> np.uint8(low) & np.uint8((1 << bits) - 1)
+        per_word, low = min(8 // bits, plane.shape[1]), low + bits
+        for first in range(0, plane.shape[1], per_word):
+            # NumPy multiplies bytes faster than it shifts them.
+            fields = (plane[:, first + i] * np.uint8(1 << bits * i) for i in range(per_word))
+            of_bytes = reduce(np.bitwise_or, fields)  # [groups, 4, n]
+            if record.word_bytes[len(found)] == 2:
+                of_bytes = of_bytes[:, :2] | of_bytes[:, 2:] << np.uint8(4)
+            word = np.empty((record.groups, n, of_bytes.shape[1]), np.uint8)
+            for byte in range(of_bytes.shape[1]):
+                word[:, :, byte] = of_bytes[:, byte]
+            found.append(word.view(f"<u{of_bytes.shape[1]}")[:, :, 0])
+    return found
 
 
 def _stored(codec: Codec, codes: np.ndarray) -> np.ndarray:
@@ -209,7 +201,16 @@ def _pack_row_blocks(codec: Codec, record: Layout, raw: np.ndarray, packed: np.n
     for part in ("m", "scales", "minima"):
         if getattr(parts, part) is not None:
             put(getattr(record, part), getattr(parts, part).T)
-    put(record.codes, parts.codes.T if codec.e4m3 else _words(codec, record, parts.codes))
+    if codec.e4m3:
+        put(record.codes, parts.codes.T)
+        return
+    words = _words(codec, record, parts.codes)
+    if set(record.word_bytes) == {4}:
+        put(record.codes, np.stack(words, axis=1).reshape(-1, len(blocks)))
+        return
+    for word, of_groups in enumerate(words):
+        for group, of_group in enumerate(of_groups):
+            put(record.codes + group * record.group_bytes + record.word_offset(word), of_group[None])
 
 
 def _filled(raw: np.ndarray, axis: int, multiple: int) -> np.ndarray:
@@ -272,8 +273,11 @@ def unpack(codec_name: str, packed: np.ndarray, out_features: int, in_features: 
     if codec.e4m3:
         codes = take(record.codes, "i1", groups, codec.group)
     else:
-        words = take(record.codes, f"<u{record.word_bits // 8}", groups, record.words)
-        codes = _codes(codec, record, words.astype(np.uint32))
+        at = lambda group, word: record.codes + group * record.group_bytes + record.word_offset(word)
+        words = np.stack(
+            [[take(at(g, w), f"<u{size}").astype(np.uint32) for w, size in enumerate(record.word_bytes)] for g in range(groups)]
+        ).transpose(2, 0, 1)
+        codes = _codes(codec, record, words)
     scales = "i1" if codec.minimum == 0 else "u1"
     parts = Parts(
         codes.reshape(len(codes), -1),

@@ -257,8 +257,8 @@ class GroupCodes:
         v: selects rows v * lanes .. (v + 1) * lanes - 1 of the 16 rows.
         """
         if (word, v) not in self._words:
-            r, nbytes = self.records, self.records.layout.word_bits // 8
-            at = (self.block, self.record, r.b.add(self.offset, nbytes * LANES * word))
+            r, nbytes = self.records, self.records.layout.word_bytes[word]
+            at = (self.block, self.record, r.b.add(self.offset, r.layout.word_offset(word)))
             self._words[word, v] = r.rows(at, v, "i32", 32) if nbytes == 4 else r.widened_rows(at, v)
         return self._words[word, v]
 
@@ -391,5 +391,8 @@ class Int8Codes(GroupCodes):
             parts.append(part if mask == 0xFFFFFFFF else self._masked(part, mask - (mask >> 31 << 32)))
         quad = reduce(r.b.either, parts)
         if r.codec.table:
-            return byte_entries(r.b, r.isa, [round(r.codec.int8_scale * code) + self.dot.bias for code in r.codec.table], quad)
+            entries = [round(r.codec.int8_scale * code) + self.dot.bias for code in r.codec.table]
+            if entries == [0, 2]:  # LLVM merges this shift with that of the word
+                return r.b.binary("shli", quad, r.b.isplat(1, r.lanes))
+            return byte_entries(r.b, r.isa, entries, quad)
         return r.b.binary("xori", quad, r.b.isplat(-0x7F7F7F80, r.lanes)) if self.dot.bias else quad
