@@ -22,8 +22,9 @@ rounded to int8.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import lcm
-from typing import Self
+from typing import Self, TypeVar
 
 from castiron.emitter.fixed_point import GROUP
 from castiron.emitter.kernels.matmul.gemm import MAX_TOKENS, Gemm
@@ -53,6 +54,7 @@ from castiron.emitter.kernels.weights.records import Int8Codes, Records
 MAX_ROWS = {4: 2, 8: 6, 16: 6}
 MAX_DEPTH = 512
 MIN_CHAINS = 4  # rows from which on the accumulators of one digit are enough to hide latency
+T = TypeVar("T")
 Quads = Callable[[int], Sequence[Sequence[Ssa]]]
 Sides = Sequence[Sequence[tuple[Ssa, Ssa | None]]]
 # Of `SmallBatchInteger`: max rows of a tile, because more accumulators would spill; the same for 16-row blocks that are read
@@ -208,18 +210,26 @@ class Step:
         block: Index,
         groups: Sequence[tuple[Index, Index]],
         v: Index,
+        soon: Sequence[Callable[[], None]] = (),
     ) -> list[Ssa]:
         """Return `sums` plus the dot products of the unit of x and of the packed weight.
 
         sums: f32 vectors, one for each row of x; each lane belongs to one row of the weight.
         block, v: the rows of the weight are those of vector `v` of 16-row block `block`.
-        groups: the codec groups that have the 32 elements, each as (index of the record, index of
-            the group in the record).
+        groups: the codec groups of the unit, each as (index of the record, index of the group in it).
+        soon: functions that each emit a prefetch. They are called between the multiplications,
+            because many prefetches in sequence stall the CPU.
         """
         codes = [Int8Codes(self.records, block, *group) for group in groups]
         sides = [[each.scale_and_base(v)] for each in codes[: self.scales]]
-        each = self.codec.group // 4
-        return self.add(sums, list(rows), unit, lambda q: [codes[q // each].quads(q % each, v)], sides)
+        each, calls, numbers = self.codec.group // 4, self.digits * self.unit // 4 // self.dot.quads, count()
+
+        def quads(q: int) -> list[list[Ssa]]:
+            for prefetch in share_of(soon, next(numbers), calls):
+                prefetch()
+            return [codes[q // each].quads(q % each, v)]
+
+        return self.add(sums, list(rows), unit, quads, sides)
 
     def _dots(self, rows: Sequence[Index], unit: Index, part: int, quads: Quads, vectors: int) -> list[Ssa]:
         # d of codec group `part` (see the class), a flat list [rows][vectors].
@@ -273,6 +283,11 @@ class Step:
 
     def _group(self, unit: Index, part: int) -> Index:
         return self.b.add(self.b.mul(unit, self.parts), part)
+
+
+def share_of(items: Sequence[T], i: int, parts: int) -> Sequence[T]:
+    """Divide `items` into `parts` consecutive parts of about the same length; return part i."""
+    return items[len(items) * i // parts : len(items) * (i + 1) // parts]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from functools import partial
 
 from castiron.emitter.kernels.epilogue import combine, with_operands
 from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
-from castiron.emitter.kernels.matmul.gemm_integer import Step
+from castiron.emitter.kernels.matmul.gemm_integer import Step, share_of
 from castiron.emitter.kernels.matmul.prepared_x import PreparedX, QuantisedX
 from castiron.emitter.kernels.matmul.sum_tables import SumTables, is_summed_by_tables
 from castiron.emitter.kernels.matmul.tiles import Buffers, each_block
@@ -82,9 +82,9 @@ class Gemv:
         self.sides = [(i, v) for i in range(self.together) for v in range(self.records.vectors)]
 
     def write(self) -> None:
-        self.write_share(self.b.workgroup())
+        self.writeshare_of(self.b.workgroup())
 
-    def write_share(self, share: Index) -> None:
+    def writeshare_of(self, share: Index) -> None:
         """Emit the code that computes one of `tiles.workgroups` shares of the rows of the weight.
 
         share: index of the share. The shares have about the same number of rows.
@@ -205,18 +205,18 @@ class Gemv:
         """Return totals + the dot products of a unit of x with `row_blocks`.
 
         unit: index of the unit in the record. slot: its index in the part of x that is on the stack.
-        soon: functions that each emit a prefetch. They are called between the multiplications,
-            because many prefetches in sequence stall the CPU.
+        soon: functions that each emit a prefetch, see `Step.add_packed`.
         """
         done, parts = [], self.step.parts
         groups = [(record, self.b.add(self.b.mul(unit, parts), part)) for part in range(parts)]
         for n, (i, v) in enumerate(self.sides):
-            for prefetch in _share(soon, n, len(self.sides)):
-                prefetch()
+            mine = share_of(soon, n, len(self.sides))
             if self.by_tables:
+                for prefetch in mine:
+                    prefetch()
                 done += self._looked_up(totals[n], slot, row_blocks[i], groups, v)
             else:
-                done += self.step.add_packed([totals[n]], [0], slot, row_blocks[i], groups, v)
+                done += self.step.add_packed([totals[n]], [0], slot, row_blocks[i], groups, v, mine)
         return done
 
     def _looked_up(self, total: Ssa, slot: Index, block: Index, groups: list[tuple[Index, Index]], v: int) -> list[Ssa]:
@@ -240,7 +240,7 @@ class Gemv:
         sums: list[list[Ssa | None]] = [[None] * chains for _ in self.sides]
         for k in range(self.codec.group):
             if k % 8 == 0:
-                for prefetch in _share(soon, k // 8, self.codec.group // 8):
+                for prefetch in share_of(soon, k // 8, self.codec.group // 8):
                     prefetch()
             element = x.at(b.add(start, k))
             for n, (i, v) in enumerate(self.sides):
@@ -268,7 +268,7 @@ class Gemv:
             soon = self._prefetches(row_blocks, loop.index, 0, self.size * unroll)
             sums = list(loop.values)
             for i in range(unroll):
-                for prefetch in _share(soon, i, unroll):
+                for prefetch in share_of(soon, i, unroll):
                     prefetch()
                 add(b.add(loop.index, i), sums, i)
             loop.give(*sums)
@@ -289,7 +289,3 @@ class Gemv:
                 (b.store if ragged else b.vstore)(y, buffers["y"], row, at)
 
         each_block(b, self.out_features, block, store)
-
-
-def _share(items: list, i: int, parts: int) -> list:
-    return items[len(items) * i // parts : len(items) * (i + 1) // parts]

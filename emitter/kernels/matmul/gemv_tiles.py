@@ -16,6 +16,8 @@ AHEAD_BYTES, AHEAD_TOTAL = 5 << 10, 10 << 10
 # Bytes of weights of a workgroup. Each workgroup has to prepare x and starts without prefetched weights, so small weights
 # have one workgroup per thread. Larger weights have up to PARTS per thread, because threads may start late.
 MIN_BYTES, ENOUGH_BYTES = 16 << 10, 1 << 20
+# Row blocks of a workgroup that quantises x: this takes about as long as to multiply x by two row blocks.
+MIN_BLOCKS = 24
 # What a set of row blocks that are computed together costs besides its row blocks, in the time of one row block.
 SET_COST = 1
 
@@ -52,6 +54,8 @@ class GemvTiles(Tiles):
         if matmul.experts:
             # Each (token, expert) pair has its own workgroups, about 2 * threads in total.
             workgroups = min(workgroups, -(-2 * threads // matmul.tokens))
+        if matmul.digits:
+            workgroups = min(workgroups, max(threads, blocks // MIN_BLOCKS))
         ahead = 16 if codec.block == 32 else -(-AHEAD_BYTES // size)
         if isa.roomy:
             together = _together(blocks, workgroups, (4, 2) if matmul.glu else (4, 3, 2))
