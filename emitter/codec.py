@@ -5,7 +5,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 
@@ -98,7 +98,6 @@ class Codec:
         """Return whether a dot product with a group of integers of `digits` bytes may not fit in an i32."""
         return not self._fits_i32(self.group, digits)
 
-    @cache
     def unit(self, digits: int) -> int:
         """Return how many elements of x, quantised to `digits` bytes for weights in this codec, share a scale.
 
@@ -113,7 +112,6 @@ class Codec:
     def has_group_scales(self) -> bool:
         """Return whether the groups of a block have scales of their own."""
         return self.split(np.zeros((1, self.block_bytes), np.uint8)).scales is not None
-
 
     @property
     def quantised(self) -> bool:

@@ -160,13 +160,14 @@ def kernels_of(target: str) -> list[Case]:
     found = [of(codec, tokens, "int8") for codec in CODECS if CODECS[codec].quantised for tokens in (7, 19)]
     if target == "aarch64-i8mm":
         return found + [of("bf16", tokens, "bf16_pairs") for tokens in (7, 19)]
-    return found + [of(codec, tokens, "exact") for codec in CODECS for tokens in (1, 7, 19)]
+    exact = lambda codec: "int24" if CODECS[codec].quantised and CODECS[codec].has_integers else "f32"
+    return found + [of(codec, tokens, exact(codec)) for codec in CODECS for tokens in (1, 7, 19)]
 
 
 # One expert has so many of the 80 pairs without padding that its kernel packs panels.
 EXPERTS = [
     Experts(Matmul(codec, 160, 40, 256, experts=3, per_row=2, length=True, numerics=numerics))
-    for codec, numerics in (("q4_k", "exact"), ("bf16", "exact"), ("q4_1", "int8"), ("q6_k", "int8"))
+    for codec, numerics in (("q4_k", "int24"), ("bf16", "f32"), ("q4_1", "int8"), ("q6_k", "int8"))
 ]
 
 

@@ -13,7 +13,7 @@ from castiron.vmfb.known_answer import KnownAnswer
 from castiron.vmfb.record import Json, RecordError, from_json, short, to_json
 from castiron.vmfb.targets import Target
 
-SCHEMA = 8
+SCHEMA = 9
 MANIFEST = "manifest.json"
 MODEL, WEIGHTS, TOKENIZER, TABLE, TEMPLATE, LOG, TEXT, DEVICE = (
     "model.vmfb", "weights.irpa", "tokenizer.json", "tokenizer.table", "chat_template.jinja", "compile.log", "model.mlir",

@@ -9,18 +9,18 @@ from castiron.emitter.codecs import codec_of, row_bytes
 from castiron.emitter.kernels.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.mlir.body import number
 from castiron.emitter.kernels.mlir.vector_math import rms_normed
-from castiron.emitter.kernels.quantise_x import dequantised, quantised_types
+from castiron.emitter.kernels.quantise_x import dequantised, quantised, quantised_types
 from castiron.emitter.kernels.split_x import EXACT, joined, nearest, split_type
 from castiron.emitter.kernels.weights.packing import LANES, packed_shape, unpack
 from castiron.emitter.types import F32, I8, I32, TensorType
 
 # How a kernel multiplies x:
-# f32: in f32, as all formats of floats in exact numerics. canonical: the same in an order that does not depend on tokens.
+# f32: in f32, as all formats of floats in exact numerics.
 # int24, int16, int8: quantised to integers of three, two or one bytes (`quantise_x`), whose dot products with codes are
 # exact. A codec's table of floats is rounded to int8 too (`Codec.in_int8`).
 # bf16_pairs, bf16_matrix: rounded to bf16 by `split_x`, for a vector unit and for a matrix unit; weights are rounded too.
 # bf16_split: split by `split_x` into three bf16 whose sum is x, for a matrix unit.
-NUMERICS = ("f32", "int24", "int16", "int8", "bf16_pairs", "bf16_matrix", "bf16_split", "canonical")
+NUMERICS = ("f32", "int24", "int16", "int8", "bf16_pairs", "bf16_matrix", "bf16_split")
 FAST = ("int16", "int8", "bf16_pairs", "bf16_matrix")
 DIGITS = {"int8": 1, "int16": 2, "int24": 3}
 PIECES = {"bf16_pairs": 1, "bf16_matrix": 1, "bf16_split": EXACT}
@@ -161,8 +161,6 @@ class Matmul:
 
         It is 0 if the kernel has no such operand, and if `quantise_x` computes those sums.
         """
-        if self.numerics == "canonical" and not self.experts:
-            return self.format.group if self.format.summed else 0
         return self.format.group if self.numerics == "bf16_split" and self.format.minimum else 0
 
     def results(self) -> dict[str, TensorType]:
@@ -176,6 +174,9 @@ class Matmul:
         x = self.x_of(x, given.get("x_scales"))
         if self.rms_eps is not None:
             x = rms_normed(x, given["norm"], self.rms_eps)
+        if self.quantises_x:
+            made = quantised(x, self.format, self.digits)
+            x = dequantised(made["x"], made["x_scales"], self.digits)
         real = self.per_row * int(given["length"]) if self.length else self.tokens
         dots = np.zeros((self.tokens, self.weight_rows))
         if not self.experts:

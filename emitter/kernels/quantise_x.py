@@ -59,7 +59,8 @@ def quantised_types(rows: int, in_features: int, codec: Codec, digits: int) -> d
 
 def quantised(x: np.ndarray, codec: Codec, digits: int) -> dict[str, np.ndarray]:
     """Compute in NumPy what the kernel `quantise_x` computes, for x f32 [rows, in]."""
-    rows, types = len(x), quantised_types(*x.shape, codec, digits)
+    rows, in_features = x.shape
+    types = quantised_types(rows, in_features, codec, digits)
     numbers, scales = quantise(x.astype(np.float32).reshape(rows, -1, codec.unit(digits)), digits)
     numbers = numbers.reshape(rows, -1, GROUP)
     ordered = digits_of(numbers, digits).reshape(digits, rows, -1, 4, 8)[..., EVEN_ODD].reshape(digits, rows, -1, GROUP)
@@ -78,7 +79,7 @@ def dequantised(words: np.ndarray, scales: np.ndarray, digits: int) -> np.ndarra
     """Return the x of `quantised`'s results "x" and "x_scales" as f64 [rows, in]."""
     rows = len(words)
     by_digit = np.ascontiguousarray(words).view(np.int8).reshape(rows, -1, digits, GROUP).astype(np.float64)
-    numbers = sum(by_digit[:, :, i] * 256.0 ** (digits - 1 - i) for i in range(digits))
+    numbers = np.tensordot(by_digit, 256.0 ** np.arange(digits)[::-1], (2, 0))
     numbers = numbers.reshape(rows, -1, 4, 8)[..., np.argsort(EVEN_ODD)].reshape(*scales.shape, -1)
     return (numbers * scales[..., None]).reshape(rows, -1)
 
@@ -145,7 +146,7 @@ def write_sums(
 def _write_bytes(b: Body, values: Sequence[Ssa], words: Ssa, row: Index, start: Index) -> None:
     # Store the low bytes of 32 integers in the order `EVEN_ODD`.
     while len(values) > 1 and values[0].width < 8:
-        values = [b.shuffle(*pair, range(2 * pair[0].width)) for pair in batches(values, 2)]
+        values = [b.shuffle(low, high, range(2 * low.width)) for low, high in batches(values, 2)]
     width = values[0].width
     order = [first + k for first in range(0, width, 8) for k in EVEN_ODD]
     for i, value in enumerate(values):

@@ -7,10 +7,12 @@ StableHLO only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from castiron.emitter.abi import NUMERICS
 from castiron.emitter.ir import Module
 from castiron.emitter.kernels.gpu.matvec import MAX_TOKENS
+from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.matmul.selection import kernel_of
 from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
@@ -65,7 +67,13 @@ def lower(
     check(module, LAYERS)
     unit = ISAS[isa].in_canonical_form if numerics == "canonical" else ISAS[isa]
     is_fast = numerics in ("fast", "draft")
-    project = Projector(lambda matmul: kernel_of(matmul, unit, threads, tiles(matmul)), unit, is_fast, numerics == "draft")
+    # Sums of integers are exact, so their kernels use the CPU's own vectors and instructions.
+    of_integers = replace(ISAS[isa], name=unit.name, canonical=unit.canonical)
+
+    def kernel(matmul: Matmul) -> Kernel:
+        return kernel_of(matmul, of_integers if matmul.digits else unit, threads, tiles(matmul))
+
+    project = Projector(kernel, unit, is_fast, numerics == "draft")
     lowered = Module(module.name)
     for function in module.functions.values():
         if lowering == "portable":

@@ -114,15 +114,16 @@ class Projector:
         if matmul.numerics == "f32" or matmul.quantises_x:
             return {"x": x}
         if matmul.digits:
-            return self._made(quantise_x(*x.shape, matmul.format, matmul.digits, isa=self.isa), x, source=x)
-        made = self._made(split_x(*x.shape, PIECES[matmul.numerics], matmul.summed_groups, isa=self.isa), x, x=x)
+            return self._made(quantise_x(*x.shape, matmul.format, matmul.digits, isa=self.isa), x)
+        made = self._made(split_x(*x.shape, PIECES[matmul.numerics], matmul.summed_groups, isa=self.isa), x)
         return {"x": made["y"], **({"x_sums": made["sums"]} if matmul.summed_groups else {})}
 
-    def _made(self, kernel: Kernel, x: Value, **operands: Value) -> Mapping[str, Value]:
+    def _made(self, kernel: Kernel, x: Value) -> Mapping[str, Value]:
         # All matmuls that need x in one format share the conversion.
         key = x, kernel.name
         if key not in self.rounded:
-            self.rounded[key] = ops.kernel_call(kernel, **operands)
+            (name,) = kernel.operands
+            self.rounded[key] = ops.kernel_call(kernel, **{name: x})
         return self.rounded[key]
 
 

@@ -16,11 +16,11 @@ from castiron.emitter.kernels.matmul import small_batch
 from castiron.emitter.kernels.matmul.selection import kernel_of, numerics_of
 from castiron.emitter.kernels.matmul_spec import FAST, PIECES, Matmul
 from castiron.emitter.kernels.mlir.isa import ISAS
+from castiron.emitter.kernels.quantise_x import quantise_x
 from castiron.emitter.kernels.recurrent.causal_conv import causal_conv
 from castiron.emitter.kernels.recurrent.gated_delta import gated_delta
 from castiron.emitter.kernels.recurrent.selective_scan import selective_scan
 from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens
-from castiron.emitter.kernels.quantise_x import quantise_x
 from castiron.emitter.kernels.split_x import split_x
 from castiron.emitter.kernels.weights.packing import LANES, packed_shape
 from castiron.emitter.lowering import lower
@@ -195,6 +195,8 @@ def _matmul(name: str, asked: KernelRequest) -> Kernel:
     if asked.numerics == "canonical":
         isa = isa.in_canonical_form
     matmul = replace(matmul, numerics=numerics_of(matmul, isa, fast, draft))
+    if asked.numerics == "canonical" and matmul.digits:
+        isa = replace(ISAS[asked.isa], name=isa.name, canonical=True)
     if fast and matmul.numerics not in FAST:
         case = f"{matmul.tokens} tokens, {matmul.experts} experts and {matmul.codec}"
         raise ValueError(f"--numerics {asked.numerics} has no kernel on {isa.name} for {case}; remove --numerics")

@@ -21,10 +21,10 @@ INSTANCES = {
     "gemv": "--shape 32x64 --codec q4_1",
     "gemm_few": "--shape 16x64 --codec q4_0 --tokens 2",
     "gemm": "--shape 16x64 --codec bf16 --tokens 9",
-    "gemm_canonical": "--shape 16x64 --codec q4_1 --tokens 9 --numerics canonical",
+    "gemm_int24": "--shape 16x64 --codec q4_1 --tokens 9 --isa avxvnni",
     "gemm_few_int8": "--shape 16x64 --codec q5_0 --tokens 2 --numerics fast",
     "gemm_int8": "--shape 16x64 --codec q4_1 --tokens 9 --numerics fast",
-    "round_x": "--shape 64 --codec q4_1 --tokens 2",
+    "quantise_x": "--shape 64 --codec q4_1 --tokens 2",
     "gemm_bf16": "--shape 16x64 --codec bf16 --tokens 9 --numerics fast --isa avx512bf16",
     "gemm_matrix": "--shape 16x64 --codec q4_1 --tokens 9 --isa amx",
     "split_x": "--shape 64 --codec q4_1 --tokens 2 --isa amx",
@@ -58,7 +58,7 @@ def kernel(name: str) -> Kernel:
 
 
 def kind(name: str) -> str:
-    for suffix in ("_f16", "_q8_0", "_int8", "_bf16", "_matrix", "_canonical", "_grouped"):
+    for suffix in ("_f16", "_q8_0", "_int8", "_bf16", "_int24", "_matrix", "_grouped"):
         name = name.removesuffix(suffix)
     return name
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from castiron.emitter.codecs import CODECS
-from castiron.emitter.kernels.matmul.experts import MIN_PAIRS, GroupedInt8Tiles, GroupedTiles
+from castiron.emitter.kernels.matmul.experts import MIN_PAIRS, GroupedIntegerTiles, GroupedTiles
 from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
 from castiron.emitter.kernels.matmul.selection import kernel_of
 from castiron.emitter.kernels.matmul_spec import Matmul
@@ -25,15 +25,15 @@ GEMVS = [case for codec in CODECS for case in draw(expert_cases(codec, st.intege
     Experts(Matmul("q4_1", 4, 40, 8192, experts=3, per_row=2)),
     Experts(Matmul("q8_0", 3, 300, 96, experts=2, glu="silu"), GemvTiles(workgroups=3)),
 ]
-SMALL, SMALL_INT8 = (
+SMALL, SMALL_INTEGER = (
     GroupedTiles(4, 1, 1, 32, 12, 8, 2, 2, 4, workgroups=5),
-    GroupedInt8Tiles(4, 1, 1, 32, 12, 2, 2, 4, workgroups=5),
+    GroupedIntegerTiles(4, 1, 1, 32, 12, 2, 2, 4, workgroups=5),
 )
 
 
 def drawn(codec: str, numerics: str) -> list[Case]:
     """Return a matmul with the default tiles, and two with small tiles, which make small kernels."""
-    small = SMALL_INT8 if numerics == "int8" else replace(SMALL, depth=4 * units(codec))
+    small = SMALL_INTEGER if numerics.startswith("int") else replace(SMALL, depth=4 * units(codec))
     cases = draw(expert_cases(codec, st.integers(1, 5), [18, 36, 66], numerics=numerics), 3)
     shared = lambda case: case.matmul.blocks_per_result
     return cases[:1] + [replace(case, tiles=replace(small, row_blocks=shared(case))) for case in cases[1:]]
@@ -41,8 +41,9 @@ def drawn(codec: str, numerics: str) -> list[Case]:
 
 # One of every kind of records.
 GROUPED = [
-    *(case for codec in ("bf16", "q4_1", "q6_k") for case in drawn(codec, "exact")),
+    *(case for codec in ("bf16", "q4_1", "q6_k") for case in drawn(codec, "f32")),
     *(case for codec in ("q4_k", "q6_k", "q8_0") for case in drawn(codec, "int8")),
+    *(case for codec in ("q4_k", "q6_k", "q8_0", "int4_128_f16") for case in drawn(codec, "int24")),
     # several panels and a shallower last one; more workgroups than there is work
     Experts(Matmul("q4_1", 96, 80, 1120, experts=3, length=True), GroupedTiles(6, 1, 5, 32, 36, 8, 2, 3, 3, workgroups=7)),
     Experts(Matmul("q4_0", 16, 16, 32, experts=5, per_row=4, length=True), replace(SMALL, workgroups=40)),
@@ -51,7 +52,7 @@ EACH_GEMV = [Experts(Matmul(codec, 4, 33, 512, experts=3, per_row=2, glu="silu",
 # Of the 80 pairs that are not padding, one expert has more than `direct`, and so uses a panel.
 EACH_GROUPED = [
     Experts(Matmul(codec, 160, 40, 256, experts=3, per_row=2, length=True, numerics=numerics))
-    for codec, numerics in (("q4_k", "exact"), ("bf16", "exact"), ("q4_1", "int8"), ("q6_k", "int8"))
+    for codec, numerics in (("q4_k", "f32"), ("bf16", "f32"), ("q4_1", "int8"), ("q6_k", "int8"), ("q4_k", "int24"))
 ]
 
 

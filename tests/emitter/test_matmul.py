@@ -58,8 +58,9 @@ def test_a_kernel_has_the_default_tiles_unless_others_are_given(matmul):
 SHAPES = [(tokens, 0) for tokens in (2, 4, 7, 9, 16, 17, 128, 2048)]  # tokens, experts
 EXPERTS = [(8, 2), (256, 8), (512, 32), (8192, 128), (4096, 512)]
 FITTING = {  # numerics: codecs, tokens and experts, instruction sets
-    "exact": (CODECS, SHAPES + EXPERTS, ISAS.values()),
+    "f32": (CODECS, SHAPES + EXPERTS, ISAS.values()),
     "int8": (QUANTISED, SHAPES + EXPERTS, ISAS.values()),
+    "int24": (QUANTISED, SHAPES + EXPERTS, ISAS.values()),
     "bf16_split": (CODECS, SHAPES[1:], [AMX]),
     "bf16_matrix": (CODECS, SHAPES[1:], [AMX]),
     "bf16_pairs": (CODECS, SHAPES, [AMX]),

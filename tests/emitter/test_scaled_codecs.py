@@ -39,32 +39,32 @@ INT8 = [codec for codec in WAYS if not codec_of(codec).e4m3]
 FAST = {
     ("avx2",): {
         ("int4", "uint4"): ("int8", "int8", "int8"),
-        ("int8", "uint8", "nf4", "fp4", "e4m3"): ("exact", "exact", "exact"),
+        ("int8", "uint8", "nf4", "fp4", "e4m3"): ("f32", "f32", "f32"),
     },
     ("avxvnni", "avx512", "avx512vnni", "neon"): {
         ("int4", "uint4", "int8", "uint8", "nf4", "fp4"): ("int8", "int8", "int8"),
-        ("e4m3",): ("exact", "exact", "exact"),
+        ("e4m3",): ("f32", "f32", "f32"),
     },
     ("avx512bf16", "neoni8mm"): {
         ("int4", "uint4", "int8", "uint8", "nf4", "fp4"): ("int8", "int8", "int8"),
-        ("e4m3",): ("exact", "bf16_pairs", "exact"),
+        ("e4m3",): ("f32", "bf16_pairs", "f32"),
     },
     ("amx",): {
         ("int4", "uint4", "int8", "uint8", "nf4", "fp4"): ("int8", "bf16_matrix", "int8"),
-        ("e4m3",): ("exact", "bf16_matrix", "exact"),
+        ("e4m3",): ("f32", "bf16_matrix", "f32"),
     },
 }
 FUSED = {"bias": True, "residual": True, "glu": "silu"}
 
 
-def cases(codecs, numerics: str = "exact", widths=(1, 7, 19)) -> list[Case]:
+def cases(codecs, numerics: str = "f32", widths=(1, 7, 19)) -> list[Case]:
     return [
         Case(Matmul(codec, tokens, 40, 256, length=tokens > 1, numerics=numerics, **FUSED))
         for codec, tokens in product(codecs, widths)
     ]
 
 
-def experts(codecs, numerics: str = "exact") -> list[Experts]:
+def experts(codecs, numerics: str = "f32") -> list[Experts]:
     """Return matmuls of a GEMV for each pair, and of pairs grouped by expert."""
     each = {"experts": 3, "per_row": 2, "glu": "silu", "length": True}
     return [Experts(Matmul(codec, tokens, 33, 256, numerics=numerics, **each)) for codec, tokens in product(codecs, (4, 160))]
@@ -156,7 +156,7 @@ def test_the_table_in_int8_is_as_near_as_int8_activations(kind):
 def test_a_matrix_unit_matches_the_definition(numerics, tmp_path):
     found = {numerics_of(Matmul(codec, 40, 16, 128), AMX, numerics == "bf16_matrix") for codec in WAYS}
     # Not every quantile of NF4 is a bf16 number.
-    assert found == ({"exact", numerics} if numerics == "bf16_split" else {numerics})
+    assert found == ({"f32", numerics} if numerics == "bf16_split" else {numerics})
     codecs = [codec for codec in WAYS if codec_of(codec).has_bf16_codes or numerics == "bf16_matrix"]
     check(run_all(cases(codecs, numerics, (19,)), "sapphirerapids", 2, tmp_path))
 

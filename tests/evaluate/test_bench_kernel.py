@@ -22,13 +22,13 @@ SHAPES = {
     "argmax": "512",
     "rms_norm": "64",
     "layer_norm": "64",
-    "round_x": "64",
+    "quantise_x": "64",
     "split_x": "64",
     "causal_conv": "64x4",
     "gated_delta": "1x2x16x16",
     "selective_scan": "1x2x16x16",
 }
-CODECS = {"round_x": "q4_1", "gemv": "q4_k", "gemm_few": "q6_k", "gemm": "q8_0", "experts": "q4_0", "embed": "q4_1"}
+CODECS = {"quantise_x": "q4_1", "gemv": "q4_k", "gemm_few": "q6_k", "gemm": "q8_0", "experts": "q4_0", "embed": "q4_1"}
 
 
 @pytest.fixture(autouse=True)

@@ -56,7 +56,7 @@ def test_a_written_manifest_is_read_back(toy_dir):
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
-        (["schema"], 2, "has manifest schema 2, but this castiron reads schema 8"),
+        (["schema"], 2, "has manifest schema 2, but this castiron reads schema 9"),
         (["schema"], True, "has manifest schema True"),
         (["name"], DELETED, "missing field: name"),
         (["states", 0, "colour"], 1, "unknown field: states[0].colour"),

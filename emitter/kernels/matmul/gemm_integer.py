@@ -249,7 +249,7 @@ class Step:
     def _words(
         self, rows: Sequence[Index], unit: Index, part: int, quads: Quads, vectors: int, digits: Sequence[int], of_sum: int
     ) -> list[Ssa]:
-        # The exact sum over some digits of q, as i32. of_sum: the sum of q over these digits is part `of_sum` of x_integer_sums.
+        # The exact sum over some digits of q, as i32. of_sum: the part of x_integer_sums with the sum of q over them.
         b, dot, per_group = self.b, self.dot, self.codec.group // 4
         together, zero = batches(rows, dot.rows), b.constant("0", I32)
         totals: list[list[Accumulators]] = []  # [rows together][vectors]

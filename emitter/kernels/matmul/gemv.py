@@ -25,18 +25,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from castiron.emitter.kernels.epilogue import combine, with_operands
-from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
 from castiron.emitter.kernels.matmul.gemm_integer import Step, share_of
+from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
 from castiron.emitter.kernels.matmul.prepared_x import PreparedX, QuantisedX
 from castiron.emitter.kernels.matmul.sum_tables import SumTables, is_summed_by_tables
 from castiron.emitter.kernels.matmul.tiles import Buffers, each_block
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import CACHE_LINE, L2_STACK_BYTES, Body, Index, Ssa, batches
-from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.isa import CANONICAL_LANES, Isa
 from castiron.emitter.kernels.mlir.vector_math import tree
 from castiron.emitter.kernels.weights.packing import LANES
+from castiron.emitter.kernels.weights.panel import Decoded
 from castiron.emitter.kernels.weights.records import Records
 
+Prefetches = list[Callable[[], None]]  # functions that each emit a prefetch
 BATCH = 32  # sets of row blocks whose totals stay on the stack if x is prepared in parts
 
 
@@ -82,9 +84,9 @@ class Gemv:
         self.sides = [(i, v) for i in range(self.together) for v in range(self.records.vectors)]
 
     def write(self) -> None:
-        self.writeshare_of(self.b.workgroup())
+        self.write_share(self.b.workgroup())
 
-    def writeshare_of(self, share: Index) -> None:
+    def write_share(self, share: Index) -> None:
         """Emit the code that computes one of `tiles.workgroups` shares of the rows of the weight.
 
         share: index of the share. The shares have about the same number of rows.
@@ -108,7 +110,8 @@ class Gemv:
             if self.by_tables:
                 self.x = SumTables(b, matmul, self.isa, self.buffers, chunk * elements, self.x_row)
             else:
-                self.x = QuantisedX(b, matmul, self.lanes, self.buffers, chunk * elements, self.x_row)
+                lanes = CANONICAL_LANES if self.isa.canonical else self.lanes
+                self.x = QuantisedX(b, matmul, lanes, self.buffers, chunk * elements, self.x_row)
             self.step = Step(b, matmul, self.isa, self.buffers["weight"], self.x.made, self.base)
         else:
             self.x = PreparedX(b, matmul, self.lanes, self.buffers, chunk * elements, row=self.x_row)
@@ -166,9 +169,8 @@ class Gemv:
         # totals + the dot products of records first .. last - 1
         if not self.codec.quantised:
             return self._float_dots(row_blocks, first, last, totals)
-        add, elements = self._float_group, self.codec.group
-        if self.matmul.digits:
-            add, elements = self._integer_unit, self.step.unit
+        add = self._integer_unit if self.matmul.digits else self._float_group
+        elements = self.step.unit if self.matmul.digits else self.codec.group
         units = self.layout.elements // elements
         with self.b.loop(first, last, carry=totals) as record:
             if units > 1:
@@ -183,7 +185,7 @@ class Gemv:
             record.give(*unit.results)
         return record.results
 
-    def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> list[Callable[[], None]]:
+    def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> Prefetches:
         """Return functions that each emit a prefetch of one cache line of the packed weight.
 
         Together they prefetch bytes offset .. offset + nbytes - 1 of a record in each of the row
@@ -200,7 +202,13 @@ class Gemv:
         ]
 
     def _integer_unit(
-        self, row_blocks: list[Index], record: Index, unit: Index, slot: Index, totals: list[Ssa], soon: list[Callable[[], None]]
+        self,
+        row_blocks: list[Index],
+        record: Index,
+        unit: Index,
+        slot: Index,
+        totals: list[Ssa],
+        soon: Prefetches,
     ) -> list[Ssa]:
         """Return totals + the dot products of a unit of x with `row_blocks`.
 
@@ -225,18 +233,32 @@ class Gemv:
         first = b.mul(slot, len(groups))
         dots = [x.dot(records.group_codes(block, *at), b.add(first, part), v) for part, at in enumerate(groups)]
         dots = [tree(b.addi, dots)] if self.step.scales == 1 else dots
-        sides = [records.scale_and_base(block, *at, v) for at in groups[: self.step.scales]]
-        sides = [[(scale, base if self.codec.minimum else None)] for scale, base in sides]
+        found = [records.scale_and_base(block, *at, v) for at in groups[: self.step.scales]]
+        sides = [[(scale, base if self.codec.minimum else None)] for scale, base in found]
         return self.step.scaled([total], [0], slot, [[b.convert("sitofp", dot, "f32")] for dot in dots], sides)
 
     def _float_group(
-        self, row_blocks: list[Index], record: Index, group: Index, slot: Index, totals: list[Ssa], soon: list[Callable[[], None]]
+        self,
+        row_blocks: list[Index],
+        record: Index,
+        group: Index,
+        slot: Index,
+        totals: list[Ssa],
+        soon: Prefetches,
     ) -> list[Ssa]:
         # The same for a codec group, whose codes are floats: totals + d * sum(x * code).
         b, chains, records, x = self.b, self.chains, self.records, self.x
         assert isinstance(x, PreparedX)
-        codes = [records.group_codes(block, record, group) for block in row_blocks]
         start = b.mul(slot, self.codec.group)
+        # Canonical sums have the order of the kernels for several tokens, which decode weights.
+        if self.isa.canonical or self.codec.summed:
+            number = b.add(b.mul(record, self.layout.groups), group)
+            decoded, totals = [Decoded(records, block, number) for block in row_blocks], list(totals)
+            for k in range(self.codec.group):
+                element = x.at(b.add(start, k))
+                totals = [b.fma(decoded[i].weight(k, v), element, t) for (i, v), t in zip(self.sides, totals, strict=True)]
+            return totals
+        codes = [records.group_codes(block, record, group) for block in row_blocks]
         sums: list[list[Ssa | None]] = [[None] * chains for _ in self.sides]
         for k in range(self.codec.group):
             if k % 8 == 0:

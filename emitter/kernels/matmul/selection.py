@@ -54,14 +54,14 @@ def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool, is_draft: bool = False)
     """
     codec = matmul.format
     # Without VNNI, int8 dot products take several instructions, and more of them for codes of 8 bits.
-    is_slow = isa.dot == "madd" and codec.integers[1] - codec.integers[0] > 127 and not isa.canonical
+    has_wide_codes, is_madd = codec.integers[1] - codec.integers[0] > 127, isa.dot == "madd" and not isa.canonical
+    is_slow = has_wide_codes and is_madd and isa.lanes == 8
     has_int8 = codec.quantised and not codec.e4m3 and not is_slow
     is_single = not matmul.is_grouped if matmul.experts else matmul.tokens == 1
     exact = "f32"
     if codec.quantised and codec.has_integers:
-        is_fast_in_int24 = isa.dot != "madd" or isa.canonical or is_single or matmul.tokens <= MAX_MADD_TOKENS
-        # f32 GEMVs have no codes with minima.
-        exact = "int24" if (has_int8 and is_fast_in_int24) or (is_single and codec.minimum) else "f32"
+        is_fast_in_int24 = not is_madd or (not has_wide_codes and (is_single or matmul.tokens <= MAX_MADD_TOKENS))
+        exact = "int24" if is_fast_in_int24 else "f32"
     if isa.canonical:
         return exact
     if is_single:

@@ -53,8 +53,8 @@ class SmallBatchTiles(Tiles):
 
     @classmethod
     def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        # More vectors share each load of x, which codes gain by, and floats do not. But codes are decoded again for each tile of
-        # tokens, so all tokens should fit in one.
+        # More vectors share each load of x, which codes gain by, and floats do not. But codes are decoded again for each tile
+        # of tokens, so all tokens should fit in one.
         max_sums = 20 if isa.registers == 32 else isa.registers * 5 // 8
         is_wide = isa.lanes < 8 or (isa.registers == 32 and matmul.format.quantised and 4 * matmul.tokens <= max_sums)
         vectors = 1 if isa.canonical and not isa.roomy else 4 if is_wide else 2

@@ -82,7 +82,8 @@ class Layout:
     def bit_fields(self, codec: Codec, k: int) -> tuple[BitField, ...]:
         """Return where the bits of code k of a group are: the code is the OR of (words[word] >> shift) & mask."""
         quad, byte = k // 8 * 2 + k % 2, k % 8 // 2
-        found, first, low = [], 0, 0
+        found: list[BitField] = []
+        first, low = 0, 0
         for bits in PLANES[codec.bits]:
             per_word = 8 // bits
             position = 8 * byte + bits * (quad % per_word)
@@ -141,7 +142,8 @@ def _words(codec: Codec, record: Layout, codes: np.ndarray) -> list[np.ndarray]:
     n = groups.shape[2]
     # Element (octet, byte, odd) of a group is byte `byte` of quad 2 * octet + odd.
     quads = groups.reshape(record.groups, -1, 4, 2, n).swapaxes(2, 3).reshape(record.groups, -1, 4, n)
-    found, low = [], 0
+    found: list[np.ndarray] = []
+    low = 0
     for bits in PLANES[codec.bits]:
         plane = quads if len(PLANES[codec.bits]) == 1 else quads >> np.uint8(low) & np.uint8((1 << bits) - 1)
         per_word, low = min(8 // bits, plane.shape[1]), low + bits

@@ -184,7 +184,7 @@ class Int8Panel(BasePanel):
             codes = Int8Codes(records, *at)
             scale, base = codes.scale_and_base(v)
             b.vstore(scale, self.scales, g.index, column)
-            if base is not None:
+            if base is not None and self.bases is not None:
                 b.vstore(base, self.bases, g.index, column)
             for q in range(0, group // 4, codes.dot.quads):
                 for each, arranged in enumerate(codes.quads(q, v), q):

@@ -1,5 +1,5 @@
 // castiron emit --kernel experts --shape 2x16x64 --codec bf16 --tokens 2 --isa avx2 --threads 2
-// 181 lines, sha256 82081e527afc01cde8716eeb9457a73fb5068a325fa9f059499458962537ce40
+// 181 lines, sha256 7daec53d328507c6f5a5447f8ae4f068550e5ca73cf90fc84e876f4795073fbb
         %19:4 = scf.for %14 = %c0 to %c1 step %c6 iter_args(%15 = %c5, %16 = %c5, %17 = %c5, %18 = %c5) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
           %20 = arith.addi %14, %c7 : index
           %21 = arith.divui %20, %c1 : index
@@ -26,14 +26,14 @@
           %41 = vector.bitcast %39 : vector<8xi32> to vector<8xf32>
           %42 = arith.subi %14, %c0 : index
           %43 = arith.muli %42, %c10 : index
-          %44 = memref.load %7[%c0, %43] : memref<1x64xf32>
+          %44 = memref.load %7[%43] : memref<64xf32>
           %45 = vector.broadcast %44 : f32 to vector<8xf32>
           %46 = math.fma %33, %45, %15 : vector<8xf32>
           %47 = math.fma %40, %45, %16 : vector<8xf32>
           %48 = arith.subi %14, %c0 : index
           %49 = arith.muli %48, %c10 : index
           %50 = arith.addi %49, %c2 : index
-          %51 = memref.load %7[%c0, %50] : memref<1x64xf32>
+          %51 = memref.load %7[%50] : memref<64xf32>
           %52 = vector.broadcast %51 : f32 to vector<8xf32>
           %53 = math.fma %34, %52, %17 : vector<8xf32>
           %54 = math.fma %41, %52, %18 : vector<8xf32>
@@ -43,14 +43,14 @@
 // 74 lines more
           %129 = arith.subi %114, %c0 : index
           %130 = arith.muli %129, %c10 : index
-          %131 = memref.load %7[%c0, %130] : memref<1x64xf32>
+          %131 = memref.load %7[%130] : memref<64xf32>
           %132 = vector.broadcast %131 : f32 to vector<8xf32>
           %133 = math.fma %120, %132, %104 : vector<8xf32>
           %134 = math.fma %127, %132, %105 : vector<8xf32>
           %135 = arith.subi %114, %c0 : index
           %136 = arith.muli %135, %c10 : index
           %137 = arith.addi %136, %c2 : index
-          %138 = memref.load %7[%c0, %137] : memref<1x64xf32>
+          %138 = memref.load %7[%137] : memref<64xf32>
           %139 = vector.broadcast %138 : f32 to vector<8xf32>
           %140 = math.fma %121, %139, %111 : vector<8xf32>
           %141 = math.fma %128, %139, %112 : vector<8xf32>

@@ -1,58 +1,58 @@
 // castiron emit --kernel gemv --shape 32x64 --codec q4_1 --isa avx2 --threads 2
-// 724 lines, sha256 79d15226700c5629ad9f89369d1788322933c83eb8c7eca78a4da5947a893e9f
-        %55:4 = scf.for %50 = %c0 to %c2 step %c1 iter_args(%51 = %c13, %52 = %c13, %53 = %c13, %54 = %c13) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
-          %56 = arith.subi %50, %c0 : index
-          %57 = arith.addi %50, %c10 : index
-          %58 = arith.divui %57, %c2 : index
-          %59 = arith.muli %58, %c2 : index
-          %60 = arith.remui %57, %c2 : index
-          %61 = arith.addi %43, %59 : index
-          %62 = arith.addi %45, %59 : index
-          %63 = arith.addi %43, %59 : index
-          %64 = arith.addi %45, %59 : index
-          %65 = arith.addi %43, %59 : index
-          %66 = arith.addi %45, %59 : index
-          %67 = arith.addi %43, %59 : index
-          %68 = arith.addi %45, %59 : index
-          %69 = arith.addi %43, %59 : index
-          %70 = arith.addi %45, %59 : index
-          %71 = arith.muli %56, %c7 : index
-          memref.prefetch %m1[%61, %60, %c0], read, locality<3>, data : memref<2x2x320xi8>
-          memref.prefetch %m1[%62, %60, %c0], read, locality<3>, data : memref<2x2x320xi8>
-          %72 = memref.load %8[%c0, %71] : memref<1x64xf32>
-          %73 = vector.broadcast %72 : f32 to vector<8xf32>
-          %74 = vector.load %m1[%43, %50, %c3] : memref<2x2x320xi8>, vector<32xi8>
-          %75 = vector.bitcast %74 : vector<32xi8> to vector<8xi32>
-          %76 = arith.andi %75, %c14 : vector<8xi32>
-          %77 = arith.sitofp %76 : vector<8xi32> to vector<8xf32>
-          %78 = arith.mulf %77, %73 : vector<8xf32>
-          %79 = vector.load %m1[%43, %50, %c15] : memref<2x2x320xi8>, vector<32xi8>
-          %80 = vector.bitcast %79 : vector<32xi8> to vector<8xi32>
-          %81 = arith.andi %80, %c14 : vector<8xi32>
-          %82 = arith.sitofp %81 : vector<8xi32> to vector<8xf32>
-          %83 = arith.mulf %82, %73 : vector<8xf32>
-          %84 = vector.load %m1[%45, %50, %c3] : memref<2x2x320xi8>, vector<32xi8>
-          %85 = vector.bitcast %84 : vector<32xi8> to vector<8xi32>
-          %86 = arith.andi %85, %c14 : vector<8xi32>
-          %87 = arith.sitofp %86 : vector<8xi32> to vector<8xf32>
-          %88 = arith.mulf %87, %73 : vector<8xf32>
-          %89 = vector.load %m1[%45, %50, %c15] : memref<2x2x320xi8>, vector<32xi8>
-          %90 = vector.bitcast %89 : vector<32xi8> to vector<8xi32>
-          %91 = arith.andi %90, %c14 : vector<8xi32>
-          %92 = arith.sitofp %91 : vector<8xi32> to vector<8xf32>
-// 529 lines more
-          %614 = memref.load %9[%c0, %56] : memref<1x2xf32>
-          %615 = vector.broadcast %614 : f32 to vector<8xf32>
-          %616 = math.fma %613, %615, %610 : vector<8xf32>
-          %617 = vector.load %m1[%45, %50, %c10] : memref<2x2x320xi8>, vector<16xi8>
-          %618 = vector.bitcast %617 : vector<16xi8> to vector<8xf16>
-          %619 = arith.extf %618 : vector<8xf16> to vector<8xf32>
-          %620 = math.fma %586, %619, %54 : vector<8xf32>
-          %621 = vector.load %m1[%45, %50, %c52] : memref<2x2x320xi8>, vector<16xi8>
-          %622 = vector.bitcast %621 : vector<16xi8> to vector<8xf16>
-          %623 = arith.extf %622 : vector<8xf16> to vector<8xf32>
-          %624 = memref.load %9[%c0, %56] : memref<1x2xf32>
-          %625 = vector.broadcast %624 : f32 to vector<8xf32>
-          %626 = math.fma %623, %625, %620 : vector<8xf32>
-          scf.yield %596, %606, %616, %626 : vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>
-        }
+// 1213 lines, sha256 7b7de014d56f37dd9827ddbf25c12d2c998d448acd4a4b8e29df253f906c86b1
+          %161:4 = scf.for %156 = %c0 to %c1 step %c1 iter_args(%157 = %151, %158 = %152, %159 = %153, %160 = %154) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
+            %162 = arith.addi %150, %c9 : index
+            %163 = arith.divui %162, %c2 : index
+            %164 = arith.muli %163, %c2 : index
+            %165 = arith.remui %162, %c2 : index
+            %166 = arith.addi %143, %164 : index
+            %167 = arith.addi %145, %164 : index
+            %168 = arith.addi %143, %164 : index
+            %169 = arith.addi %145, %164 : index
+            %170 = arith.addi %143, %164 : index
+            %171 = arith.addi %145, %164 : index
+            %172 = arith.addi %143, %164 : index
+            %173 = arith.addi %145, %164 : index
+            %174 = arith.addi %143, %164 : index
+            %175 = arith.addi %145, %164 : index
+            %176 = arith.subi %150, %c0 : index
+            %177 = vector.load %m1[%143, %150, %c0] : memref<2x2x320xi8>, vector<16xi8>
+            %178 = vector.bitcast %177 : vector<16xi8> to vector<8xf16>
+            %179 = arith.extf %178 : vector<8xf16> to vector<8xf32>
+            %180 = vector.load %m1[%143, %150, %c7] : memref<2x2x320xi8>, vector<16xi8>
+            %181 = vector.bitcast %180 : vector<16xi8> to vector<8xf16>
+            %182 = arith.extf %181 : vector<8xf16> to vector<8xf32>
+            %183 = vector.broadcast %c22 : i32 to vector<8xi32>
+            %184 = arith.muli %176, %c10 : index
+            %185 = vector.load %m1[%143, %150, %c3] : memref<2x2x320xi8>, vector<32xi8>
+            %186 = vector.bitcast %185 : vector<32xi8> to vector<8xi32>
+            %187 = arith.andi %186, %c23 : vector<8xi32>
+            %188 = vector.bitcast %187 : vector<8xi32> to vector<32xi8>
+            %189 = memref.load %8[%c0, %184] : memref<1x48xi32>
+            %190 = vector.broadcast %189 : i32 to vector<8xi32>
+            %191 = vector.bitcast %190 : vector<8xi32> to vector<32xi8>
+            %192 = llvm.call_intrinsic "llvm.x86.avx2.pmadd.ub.sw"(%188, %191) : (vector<32xi8>, vector<32xi8>) -> vector<16xi16>
+            %193 = arith.shrui %186, %c24 : vector<8xi32>
+            %194 = arith.andi %193, %c23 : vector<8xi32>
+            %195 = vector.bitcast %194 : vector<8xi32> to vector<32xi8>
+            %196 = arith.addi %184, %c1 : index
+            %197 = memref.load %8[%c0, %196] : memref<1x48xi32>
+            %198 = vector.broadcast %197 : i32 to vector<8xi32>
+            %199 = vector.bitcast %198 : vector<8xi32> to vector<32xi8>
+            %200 = llvm.call_intrinsic "llvm.x86.avx2.pmadd.ub.sw"(%195, %199) : (vector<32xi8>, vector<32xi8>) -> vector<16xi16>
+// 925 lines more
+            %1116 = arith.addi %1107, %1115 : vector<16xi16>
+            %1117 = llvm.call_intrinsic "llvm.x86.avx2.pmadd.wd"(%1116, %c28) : (vector<16xi16>, vector<16xi16>) -> vector<8xi32>
+            %1118 = arith.addi %1048, %1117 : vector<8xi32>
+            %1119 = arith.shli %1047, %c20 : vector<8xi32>
+            %1120 = arith.addi %1119, %1118 : vector<8xi32>
+            %1121 = arith.sitofp %1120 : vector<8xi32> to vector<8xf32>
+            %1122 = arith.mulf %1121, %893 : vector<8xf32>
+            %1123 = memref.load %9[%c0, %176] : memref<1x2xf32>
+            %1124 = vector.broadcast %1123 : f32 to vector<8xf32>
+            %1125 = math.fma %1122, %1124, %160 : vector<8xf32>
+            %1126 = memref.load %10[%c0, %176] : memref<1x2xf32>
+            %1127 = vector.broadcast %1126 : f32 to vector<8xf32>
+            %1128 = math.fma %896, %1127, %1125 : vector<8xf32>
+            scf.yield %414, %652, %890, %1128 : vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>
+          }

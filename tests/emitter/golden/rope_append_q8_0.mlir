@@ -1,5 +1,5 @@
 // castiron emit --kernel rope_append --shape 4x2x16 --context 64 --tokens 8 --cache q8_0 --isa avx2 --threads 2
-// 165 lines, sha256 913b2fe8620128403c8c0591162bca12e74afe269d124aac7bfe8a70ccee845a
+// 165 lines, sha256 661b401077e5f4845ca60a012c317dde9eb938743fe1d99927bb55ddd9a776ef
             scf.for %82 = %c0 to %c3 step %c3 {
               %84 = arith.muli %82, %c4 : index
               %85 = arith.addi %81, %84 : index
@@ -24,13 +24,13 @@
               %104 = arith.cmpf ogt, %102, %103 : vector<1xf32>
               %105 = arith.select %104, %102, %103 : vector<1xi1>, vector<1xf32>
               %106 = vector.extract %105[0] : f32 from vector<1xf32>
-              %107 = arith.cmpf olt, %106, %c7 : f32
-              %108 = arith.divf %c9, %106 : f32
-              %109 = arith.select %107, %c8, %108 : f32
+              %107 = arith.cmpf olt, %106, %c8 : f32
+              %108 = arith.divf %c7, %106 : f32
+              %109 = arith.select %107, %c9, %108 : f32
               %110 = vector.broadcast %109 : f32 to vector<8xf32>
               %111 = math.fma %86, %110, %c10 : vector<8xf32>
               %112 = math.fma %89, %110, %c10 : vector<8xf32>
-              %113 = arith.divf %106, %c9 : f32
+              %113 = arith.divf %106, %c7 : f32
               %114 = vector.broadcast %113 : f32 to vector<1xf32>
               %115 = vector.bitcast %114 : vector<1xf32> to vector<4xi8>
               vector.store %115, %m6[%i0, %12, %29, %82, %c0] : memref<1x64x2x1x20xi8>, vector<4xi8>

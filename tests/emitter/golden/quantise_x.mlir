@@ -1,5 +1,5 @@
-// castiron emit --kernel round_x --shape 64 --codec q4_1 --tokens 2 --isa avx2 --threads 2
-// 121 lines, sha256 7444f84464138c1ad9429cb85dbda2729cfaddc88bd4d5ce12eac8a717f79f69
+// castiron emit --kernel quantise_x --shape 64 --codec q4_1 --tokens 2 --isa avx2 --threads 2
+// 183 lines, sha256 da882f6fa18bbf919bd57c0d405689d4b3a427500ec962286ec288f59b984bf0
         scf.for %7 = %c0 to %c2 step %c3 {
           %9 = arith.muli %7, %c4 : index
           %10 = vector.load %m0[%5, %9] : memref<2x64xf32>, vector<8xf32>
@@ -32,27 +32,27 @@
           %37 = arith.cmpf ogt, %35, %36 : vector<1xf32>
           %38 = arith.select %37, %35, %36 : vector<1xi1>, vector<1xf32>
           %39 = vector.extract %38[0] : f32 from vector<1xf32>
-          %40 = arith.cmpf olt, %39, %c8 : f32
-          %41 = arith.divf %c10, %39 : f32
-          %42 = arith.select %40, %c9, %41 : f32
+          %40 = arith.cmpf olt, %39, %c9 : f32
+          %41 = arith.divf %c8, %39 : f32
+          %42 = arith.select %40, %c10, %41 : f32
           %43 = vector.broadcast %42 : f32 to vector<8xf32>
           %44 = math.fma %10, %43, %c11 : vector<8xf32>
           %45 = math.fma %12, %43, %c11 : vector<8xf32>
           %46 = math.fma %14, %43, %c11 : vector<8xf32>
           %47 = math.fma %16, %43, %c11 : vector<8xf32>
-// 31 lines more
-          %76 = arith.addi %67, %c2 : index
-          vector.store %75, %m1[%5, %76] : memref<2x16xi32>, vector<2xi32>
-          %77 = vector.bitcast %46 : vector<8xf32> to vector<8xi32>
-          %78 = arith.trunci %77 : vector<8xi32> to vector<8xi8>
-          %79 = vector.shuffle %78, %78 [0, 2, 4, 6, 1, 3, 5, 7] : vector<8xi8>, vector<8xi8>
-          %80 = vector.bitcast %79 : vector<8xi8> to vector<2xi32>
-          %81 = arith.addi %67, %c1 : index
-          vector.store %80, %m1[%5, %81] : memref<2x16xi32>, vector<2xi32>
-          %82 = vector.bitcast %47 : vector<8xf32> to vector<8xi32>
-          %83 = arith.trunci %82 : vector<8xi32> to vector<8xi8>
-          %84 = vector.shuffle %83, %83 [0, 2, 4, 6, 1, 3, 5, 7] : vector<8xi8>, vector<8xi8>
-          %85 = vector.bitcast %84 : vector<8xi8> to vector<2xi32>
-          %86 = arith.addi %67, %c12 : index
-          vector.store %85, %m1[%5, %86] : memref<2x16xi32>, vector<2xi32>
+// 89 lines more
+          %126 = vector.shuffle %125, %125 [0, 2, 4, 6, 1, 3, 5, 7] : vector<8xi8>, vector<8xi8>
+          %127 = vector.bitcast %126 : vector<8xi8> to vector<2xi32>
+          %128 = arith.addi %121, %c2 : index
+          vector.store %127, %m1[%5, %128] : memref<2x48xi32>, vector<2xi32>
+          %129 = arith.trunci %55 : vector<8xi32> to vector<8xi8>
+          %130 = vector.shuffle %129, %129 [0, 2, 4, 6, 1, 3, 5, 7] : vector<8xi8>, vector<8xi8>
+          %131 = vector.bitcast %130 : vector<8xi8> to vector<2xi32>
+          %132 = arith.addi %121, %c1 : index
+          vector.store %131, %m1[%5, %132] : memref<2x48xi32>, vector<2xi32>
+          %133 = arith.trunci %57 : vector<8xi32> to vector<8xi8>
+          %134 = vector.shuffle %133, %133 [0, 2, 4, 6, 1, 3, 5, 7] : vector<8xi8>, vector<8xi8>
+          %135 = vector.bitcast %134 : vector<8xi8> to vector<2xi32>
+          %136 = arith.addi %121, %c14 : index
+          vector.store %135, %m1[%5, %136] : memref<2x48xi32>, vector<2xi32>
         }
