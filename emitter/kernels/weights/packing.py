@@ -52,6 +52,11 @@ BitField = tuple[int, int, int]  # (word, right shift, mask): the bits word >> s
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 
 
+def field_of(quad: int, per_word: int) -> int:
+    """Return which of the fields in each byte of a word has the codes of a quad."""
+    return quad % per_word
+
+
 @dataclass(frozen=True)
 class Layout:
     """The layout of a record of a packed weight, which has one codec block of each of 16 rows.
@@ -86,9 +91,9 @@ class Layout:
         first, low = 0, 0
         for bits in PLANES[codec.bits]:
             per_word = 8 // bits
-            position = 8 * byte + bits * (quad % per_word)
+            position = 8 * byte + bits * field_of(quad, per_word)
             if self.word_bytes[first] == 2:
-                position = 8 * (byte % 2) + 4 * (byte // 2) + quad
+                position = 8 * (byte % 2) + 4 * (byte // 2) + field_of(quad, 4)
             found.append((first + quad // per_word, position - low, ((1 << bits) - 1) << low))
             first, low = first + max(1, codec.group // 4 // per_word), low + bits
         return tuple(found)
@@ -149,7 +154,7 @@ def _words(codec: Codec, record: Layout, codes: np.ndarray) -> list[np.ndarray]:
         per_word, low = min(8 // bits, plane.shape[1]), low + bits
         for first in range(0, plane.shape[1], per_word):
             # NumPy multiplies bytes faster than it shifts them.
-            fields = (plane[:, first + i] * np.uint8(1 << bits * i) for i in range(per_word))
+            fields = (plane[:, first + i] * np.uint8(1 << bits * field_of(i, per_word)) for i in range(per_word))
             of_bytes = reduce(np.bitwise_or, fields)  # [groups, 4, n]
             if record.word_bytes[len(found)] == 2:
                 of_bytes = of_bytes[:, :2] | of_bytes[:, 2:] << np.uint8(4)
