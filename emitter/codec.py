@@ -95,14 +95,14 @@ class Codec:
         return peak * elements * MAX_INTEGER[digits] < 1 << 31
 
     def has_wide_dots(self, digits: int) -> bool:
-        """Return whether a dot product with a group of integers of `digits` bytes may not fit in an i32."""
+        """Return whether a group's dot product with integers of `digits` bytes may exceed an i32."""
         return not self._fits_i32(self.group, digits)
 
     def unit(self, digits: int) -> int:
-        """Return how many elements of x, quantised to `digits` bytes for weights in this codec, share a scale.
+        """Return how many elements of x, quantised to `digits` bytes for this codec, share a scale.
 
-        It is 32, or with three digits up to a block if its groups differ in no scale and no minimum:
-        the exact sum over them must fit in an i32.
+        It is 32, or more with three digits if the groups of a block share scale and minimum: as many
+        as an exact sum in an i32 allows.
         """
         has_one_scale = digits == 3 and self.group == GROUP and not self.minimum and not self.has_group_scales
         sizes = [n for n in (128, 64) if has_one_scale and self.block % n == 0 and self._fits_i32(n, digits)]

@@ -15,7 +15,7 @@ MIN_SCALED = np.float32(1e-30)  # a group whose max is smaller counts as 0, beca
 
 
 def quantise(groups: np.ndarray, digits: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Quantise f32 [..., n], whose last dimension shares a scale; return (integers f64 [..., n], scales f32 [...])."""
+    """Quantise f32 [..., n] with a scale for each n; return (integers f64 [..., n], scales f32 [...])."""
     largest = np.float32(MAX_INTEGER[digits])
     peak = np.abs(groups).max(axis=-1)
     with np.errstate(divide="ignore", over="ignore"):

@@ -84,12 +84,12 @@ class Matmul:
 
     @property
     def digits(self) -> int:
-        """Return the number of int8 digits of an element of quantised x; 0 if x is not quantised to integers."""
+        """Return the number of int8 digits of an element of quantised x; 0 if x is not quantised."""
         return DIGITS.get(self.numerics, 0)
 
     @property
     def is_grouped(self) -> bool:
-        """Return whether an MoE kernel multiplies the pairs of an expert together, not one by one."""
+        """Return whether an MoE kernel multiplies the pairs of an expert together."""
         return self.experts > 0 and self.tokens >= MIN_PAIRS * self.experts
 
     @property

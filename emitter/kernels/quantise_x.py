@@ -32,17 +32,17 @@ ROWS = 4  # rows of a workgroup
 
 
 def parts_of_sum(codec: Codec, digits: int) -> int:
-    """Return how many i32 the dot product of a codec group is computed in: 2 if it may not fit in one."""
+    """Return in how many i32 the dot product of a codec group is computed: 1 or 2."""
     return 2 if digits == 3 and codec.has_wide_dots(digits) else 1
 
 
 def quantised_types(rows: int, in_features: int, codec: Codec, digits: int) -> dict[str, TensorType]:
-    """Return the types of the operands that a matmul with weights in `codec` reads in place of x [rows, in].
+    """Return the types of the operands that a matmul reads in place of x [rows, in].
 
     x: i32 [rows, in / 32 * digits * 8], the digits. x_scales: f32 [rows, in / `Codec.unit`].
     x_sums: sums of x over each codec group, f32 [rows, in / group]; only if the codec has minima.
-    x_integer_sums: sums of q over each codec group, i32 [rows, in / group * parts]; only if codes are
-        stored with an offset, or may be negative. If there are two parts, the first is the sum of q
+    x_integer_sums: sums of q over each codec group, i32 [rows, in / group * parts]; only if codes
+        are stored with an offset, or may be negative. If there are two parts, the first is the sum of q
         without the lowest digit, divided by 256, and the second the sum of lowest digits.
     """
     groups, parts = in_features // (codec.group or GROUP), parts_of_sum(codec, digits)
@@ -85,7 +85,7 @@ def dequantised(words: np.ndarray, scales: np.ndarray, digits: int) -> np.ndarra
 
 
 def write_unit(b: Body, codec: Codec, digits: int, x: Sequence[Ssa], made: Mapping[str, Ssa], row: Index, unit: Index) -> None:
-    """Emit code that quantises one unit of x, given as vectors, and stores it as unit `unit` of `row` in `made`.
+    """Emit code that quantises one unit of x, given as vectors, and stores it in `made`.
 
     made: memrefs with the names and types of `quantised_types`.
     """
@@ -120,7 +120,7 @@ def integers_of(b: Body, x: Sequence[Ssa], digits: int) -> tuple[list[Ssa], Ssa]
 def write_sums(
     b: Body, codec: Codec, digits: int, integers: Sequence[Ssa], scale: Ssa, made: Mapping[str, Ssa], row: Index, first: Index
 ) -> None:
-    """Emit code that stores the sums of a unit's codec groups, from group `first` on, in those buffers that `made` has."""
+    """Emit code that stores the sums of codec groups, from group `first` on, that `made` has."""
     parts, lanes = parts_of_sum(codec, digits), integers[0].width
     if "x_sums" not in made and "x_integer_sums" not in made:
         return

@@ -1,4 +1,4 @@
-"""Compute Y = X W^T with integers: x is quantised to 8, 16 or 24 bits, and dot products are exact.
+"""Compute Y = X W^T with x quantised to 8, 16 or 24 bits; dot products are exact.
 
 A weight is scale * code + base, where the code is a small integer. Each codec group (some
 consecutive elements of a row) has one scale and one base. An element of x is x_scale * q, with an
@@ -132,7 +132,7 @@ class GemmInteger(Gemm):
 
 
 class Step:
-    """A writer of code that multiplies one unit of quantised x by weights, and adds to f32 sums.
+    """A writer of code that multiplies one unit of quantised x by weights and adds to f32 sums.
 
     A unit is the elements of x that share a scale (`Codec.unit`): 32 elements, with one or two codec
     groups, or more elements whose weights share a scale, which count as one group.
@@ -186,7 +186,7 @@ class Step:
     def scaled(
         self, sums: Sequence[Ssa], rows: Sequence[Index], unit: Index, groups: Sequence[Sequence[Ssa]], sides: Sides
     ) -> list[Ssa]:
-        """Return `sums` plus scaled dot products; groups[g] has d[g] (see the class) in the order of `sums`."""
+        """Return `sums` plus scaled dot products; groups[g] has d[g], in the order of `sums`."""
         b, vectors, totals = self.b, len(sides[0]), []
         for i, so_far in enumerate(sums):
             row, v = rows[i // vectors], i % vectors

@@ -1,4 +1,4 @@
-"""Prepare x on the stack for matmuls of one token: norm, and quantisation or scaling for the codec of the weight."""
+"""Prepare x on the stack for matmuls of one token: norm, and quantisation or scaling."""
 
 from collections.abc import Container, Mapping
 
@@ -56,7 +56,7 @@ class QuantisedX(_NormedX):
         return sum(type_.nbytes for type_ in quantised_types(1, 256, matmul.format, matmul.digits).values()) / 256
 
     def fill(self, first: int, last: int) -> None:
-        """Emit code that quantises elements first .. last - 1; they are stored from the start of the buffers on."""
+        """Emit code that stores elements first .. last - 1, quantised, from the start of the buffers on."""
         b, size = self.b, self.codec.unit(self.matmul.digits)
         with b.loop(0, (last - first) // size) as unit:
             start = b.add(b.mul(unit.index, size), first)
@@ -85,7 +85,7 @@ class PreparedX(_NormedX):
         return self.b.broadcast(self.b.load(self.values, k), self.lanes)
 
     def fill(self, first: int, last: int) -> None:
-        """Emit code that prepares elements first .. last - 1; elements past the end of x become zero."""
+        """Emit code that prepares elements first .. last - 1; those past the end of x become zero."""
         b, lanes = self.b, self.lanes
         end = min(last, self.in_features)
         full = (end - first) // lanes * lanes

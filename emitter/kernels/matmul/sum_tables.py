@@ -72,7 +72,8 @@ class SumTables(QuantisedX):
     def dot(self, codes: GroupCodes, group: Index, v: int) -> Ssa:
         """Return the sum of q * code over a codec group, for the rows in vector `v`: i32 [lanes].
 
-        codes: the codes of the group. group: its index in the part of x that the last `fill` prepared.
+        codes: the codes of the group.
+        group: index of the group in the part of x that the last `fill` prepared.
         """
         b, found = self.b, []
         for word in range(self.words):

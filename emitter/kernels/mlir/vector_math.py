@@ -190,7 +190,7 @@ def rms_normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def as_integers(b: Body, parts: Sequence[Ssa], digits: int = 1) -> tuple[list[Ssa], Ssa]:
-    """Quantise f32 vectors with one common scale, as `fixed_point.quantise`; return (vectors, scale).
+    """Quantise f32 vectors with a common scale (`fixed_point.quantise`); return (vectors, scale).
 
     A vector is still f32: each element is its integer plus ROUND, because adding this constant
     rounds. `numbers_of` and `low_bytes` extract the integer.

@@ -85,7 +85,7 @@ class Layout:
     codes: int = 0
 
     def bit_fields(self, codec: Codec, k: int) -> tuple[BitField, ...]:
-        """Return where the bits of code k of a group are: the code is the OR of (words[word] >> shift) & mask."""
+        """Return the bit fields of code k of a group; the code is their OR."""
         quad, byte = k // 8 * 2 + k % 2, k % 8 // 2
         found: list[BitField] = []
         first, low = 0, 0
