@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from castiron.emitter.codecs import CODECS
-from castiron.emitter.kernels.matmul.experts import MIN_PAIRS, GroupedIntegerTiles, GroupedTiles
+from castiron.emitter.codecs import CODECS, codec_of
+from castiron.emitter.kernels.matmul.experts import GroupedIntegerTiles, GroupedTiles
 from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
 from castiron.emitter.kernels.matmul.selection import kernel_of
-from castiron.emitter.kernels.matmul_spec import Matmul
+from castiron.emitter.kernels.matmul_spec import MIN_PAIRS, Matmul
 from castiron.emitter.kernels.mlir.isa import AVX2, ISAS
 from castiron.emitter.kernels.weights.panel import units
 from castiron.vmfb.targets import resolve
@@ -33,12 +33,15 @@ SMALL, SMALL_INTEGER = (
 
 def drawn(codec: str, numerics: str) -> list[Case]:
     """Return a matmul with the default tiles, and two with small tiles, which make small kernels."""
-    small = SMALL_INTEGER if numerics.startswith("int") else replace(SMALL, depth=4 * units(codec))
+    small = replace(SMALL, depth=4 * units(codec))
+    if numerics.startswith("int"):
+        small = replace(SMALL_INTEGER, depth=codec_of(codec).unit(3))
     cases = draw(expert_cases(codec, st.integers(1, 5), [18, 36, 66], numerics=numerics), 3)
     shared = lambda case: case.matmul.blocks_per_result
     return cases[:1] + [replace(case, tiles=replace(small, row_blocks=shared(case))) for case in cases[1:]]
 
 
+X_OPERANDS = ("x", "x_scales", "x_sums", "x_integer_sums")
 # One of every kind of records.
 GROUPED = [
     *(case for codec in ("bf16", "q4_1", "q6_k") for case in drawn(codec, "f32")),
@@ -74,7 +77,7 @@ def test_a_pair_has_the_bits_of_a_matmul_with_its_experts_weight(tmp_path, cases
     runner = Runner(compile_kernels(list(single.values()), tmp_path / "single.vmfb"), 1)
     for case, given, y, _ in run_all(cases, "host", 2, tmp_path):
         for pair in range(0, 2 * int(given["length"]), 1 if tokens == 1 else 3):
-            rows = {name: given[name][pair // 2][None] for name in ("x", "x_scales", "x_sums") if name in given}
+            rows = {name: given[name][pair // 2][None] for name in X_OPERANDS if name in given}
             x = {name: np.repeat(row, tokens, axis=0) for name, row in rows.items()}
             want = runner(single[case], **x, weight=case.of(given["chosen"][pair]).packed())["y"]
             assert np.array_equal(y[pair], want[0]), f"{case}, pair {pair}"

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from castiron.emitter.codecs import codec_of
+from castiron.emitter.fixed_point import MAX_INTEGER
 from castiron.emitter.kernels.matmul.gemm_integer import GemmIntegerTiles, SmallBatchIntegerTiles
 from castiron.emitter.kernels.matmul.selection import kernel_of
 from castiron.emitter.kernels.matmul_spec import Matmul
@@ -83,7 +84,8 @@ X = {
 def test_x_is_quantised_as_defined(tmp_path, target):
     """With the same bits, so that kernels that quantise x themselves compute what others read."""
     isa = ISAS[resolve(target).isa]
-    kernels = [quantise_x(9, 256, codec_of(codec), digits, isa=isa) for codec in KINDS for digits in (1, 2, 3)]
+    made = [quantise_x(9, 256, codec_of(codec), digits, isa=isa) for codec in KINDS for digits in (1, 2, 3)]
+    kernels = list({kernel.name: kernel for kernel in made}.values())
     runner = Runner(runnable(kernels, target, tmp_path), 2)
     for kernel in kernels:
         for name, x in X.items():
@@ -91,7 +93,9 @@ def test_x_is_quantised_as_defined(tmp_path, target):
             found, want = runner(kernel, source=x), kernel.reference(source=x)
             assert found.keys() == want.keys()
             for part in want:
-                assert (found[part] == want[part]).all(), (kernel.name, name, part)
+                # Threads may flush subnormal scales to zero, whose integers are zero anyway.
+                normal = np.where(np.abs(want[part]) < np.finfo(np.float32).tiny, 0, want[part])
+                assert (np.where(normal == 0, 0, found[part]) == normal).all(), (kernel.name, name, part)
 
 
 @pytest.mark.parametrize("digits", [1, 2, 3])
@@ -101,7 +105,8 @@ def test_quantised_x_is_within_half_a_step(codec, digits):
         x, codec_ = np.resize(x, (9, 256)).astype(np.float32), codec_of(codec)
         made = quantised(x, codec_, digits)
         again, step = dequantised(made["x"], made["x_scales"], digits), np.repeat(made["x_scales"], codec_.unit(digits), axis=1)
-        assert (np.abs(again - x) <= 0.5001 * step + 1e-30).all()
+        # x times the inverse of a step, which is rounded, may be off by a few units in the last place.
+        assert (np.abs(again - x) <= (0.5001 + MAX_INTEGER[digits] * 2.0**-23) * step + 1e-30).all()
         sums = again.reshape(9, -1, codec_.group).sum(axis=2)
         if "x_sums" in made:
             np.testing.assert_allclose(made["x_sums"], sums, rtol=1e-5, atol=1e-6 * np.abs(x).max())

@@ -36,7 +36,7 @@ from castiron.emitter.kernels.mlir.isa import CANONICAL_LANES, Isa
 from castiron.emitter.kernels.mlir.vector_math import tree
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import Decoded
-from castiron.emitter.kernels.weights.records import Records
+from castiron.emitter.kernels.weights.records import E4M3_FACTOR, Records
 
 Prefetches = list[Callable[[], None]]  # functions that each emit a prefetch
 BATCH = 32  # sets of row blocks whose totals stay on the stack if x is prepared in parts
@@ -75,6 +75,8 @@ class Gemv:
         self.chains = 1 if isa.canonical else tiles.chains
         self.lanes, self.x_row, self.y_row = isa.lanes, x_row, y_row
         self.by_tables = is_summed_by_tables(matmul, isa)
+        # Canonical sums have the order of the kernels for several tokens, which decode weights.
+        self.decodes = isa.canonical or matmul.format.summed
         self.matmul, self.isa, self.out_features, self.in_features = matmul, isa, matmul.out_features, matmul.in_features
         self.row_blocks, self.count, self.size = matmul.weight_shape
         self.records = Records(b, self.codec, isa, buffers["weight"], base)
@@ -114,7 +116,8 @@ class Gemv:
                 self.x = QuantisedX(b, matmul, lanes, self.buffers, chunk * elements, self.x_row)
             self.step = Step(b, matmul, self.isa, self.buffers["weight"], self.x.made, self.base)
         else:
-            self.x = PreparedX(b, matmul, self.lanes, self.buffers, chunk * elements, row=self.x_row)
+            factor = E4M3_FACTOR if self.codec.e4m3 and not self.decodes else 1.0
+            self.x = PreparedX(b, matmul, self.lanes, self.buffers, chunk * elements, self.x_row, factor)
         if chunks == 1:
             self._sets(low, high, 0, self.count, None)
             return
@@ -250,8 +253,7 @@ class Gemv:
         b, chains, records, x = self.b, self.chains, self.records, self.x
         assert isinstance(x, PreparedX)
         start = b.mul(slot, self.codec.group)
-        # Canonical sums have the order of the kernels for several tokens, which decode weights.
-        if self.isa.canonical or self.codec.summed:
+        if self.decodes:
             number = b.add(b.mul(record, self.layout.groups), group)
             decoded, totals = [Decoded(records, block, number) for block in row_blocks], list(totals)
             for k in range(self.codec.group):

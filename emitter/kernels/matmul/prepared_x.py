@@ -7,7 +7,6 @@ from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import inverse_rms
 from castiron.emitter.kernels.quantise_x import quantised_types, write_unit
-from castiron.emitter.kernels.weights.records import E4M3_FACTOR
 
 
 class _NormedX:
@@ -68,17 +67,27 @@ class QuantisedX(_NormedX):
 
 
 class PreparedX(_NormedX):
-    """A stack buffer with one row of f32 x, normalised and scaled for the codes of the weight.
+    """A stack buffer with one row of f32 x, normalised and scaled.
 
     If the row does not fit on the stack, each call of `fill` prepares a part of it. `at` counts
     elements from the start of this part.
 
     capacity: max number of elements that one call of `fill` prepares.
+    factor: number by which elements are multiplied.
     """
 
-    def __init__(self, b: Body, matmul: Matmul, lanes: int, buffers: Mapping[str, Ssa], capacity: int, row: Index = 0):
+    def __init__(
+        self,
+        b: Body,
+        matmul: Matmul,
+        lanes: int,
+        buffers: Mapping[str, Ssa],
+        capacity: int,
+        row: Index = 0,
+        factor: float = 1.0,
+    ):
         super().__init__(b, matmul, lanes, buffers, row)
-        self.values = b.stack(capacity)
+        self.values, self.factor = b.stack(capacity), factor
 
     def at(self, k: Index) -> Ssa:
         """Load element `k` of the prepared x into all lanes of a vector."""
@@ -91,7 +100,7 @@ class PreparedX(_NormedX):
         full = (end - first) // lanes * lanes
         with b.loop(0, full, lanes) as vector:
             x = self._normalised(b.add(vector.index, first), lanes)
-            b.vstore(b.mulf(x, b.splat(E4M3_FACTOR, lanes)) if self.codec.e4m3 else x, self.values, vector.index)
+            b.vstore(x if self.factor == 1 else b.mulf(x, b.splat(self.factor, lanes)), self.values, vector.index)
         for k in range(full, end - first):
             b.vstore(self._normalised(first + k, 1), self.values, k)
         for k in range(end - first, last - first):
