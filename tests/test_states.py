@@ -216,7 +216,7 @@ def test_slots_of_a_batch_are_independent(compiled, expected):
 def test_a_paused_sequence_continues_with_the_same_bits(compiled, position):
     session, other = Session(compiled, 1), Session(compiled, 1)
     session.prefill(TOKENS[:position])
-    paused = Paused.of(session, False)
+    paused = Paused.of(session, False, 1 << 30)
     wanted = [(session.step(token), session.logits().tobytes()) for token in TOKENS[position:]]
     for again in (other, session):
         again.rewind(0)

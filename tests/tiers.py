@@ -41,8 +41,9 @@ tests/emitter/test_matmul_kernels.py::*rest
 tests/emitter/test_attention.py::*[f32
 tests/emitter/test_attention.py::*[q8_0
 tests/emitter/test_attention.py::test_a_ring
-tests/emitter/test_int8.py::*[aarch64
-tests/emitter/test_int8.py::*[x86-64-v
+tests/emitter/test_integer_matmuls.py::*[aarch64
+tests/emitter/test_integer_matmuls.py::*[x86-64-v
+tests/emitter/test_integer_matmuls.py::test_host_matches_the_definition[rest]
 tests/emitter/test_canonical.py::test_a_row
 tests/emitter/test_scaled_codecs.py::test_a_row
 tests/emitter/test_scaled_codecs.py::test_a_matrix

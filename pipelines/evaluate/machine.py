@@ -55,7 +55,7 @@ ATTEMPTS = 3
 # By name of a limit: its arithmetic. `_PEAK_OF`: by a part of a kernel's name, the limit of the kernel; others have f32's.
 PEAKS = {"peak_gflop_s": "f32", "peak_bytes_gop_s": "bytes", "peak_pairs_gflop_s": "bf16", "peak_matrix_gflop_s": "tiles"}
 _PEAK_OF = {
-    "_int8_": "peak_bytes_gop_s",
+    **dict.fromkeys(("_int8_", "_int16_", "_int24_"), "peak_bytes_gop_s"),
     "_bf16_pairs_": "peak_pairs_gflop_s",
     "_bf16_matrix_": "peak_matrix_gflop_s",
     "_bf16_split_": "peak_matrix_gflop_s",
@@ -284,9 +284,9 @@ class Machine:
 def peak_of(kernel: str) -> str:
     """Return the peak rate that limits a kernel, as a key of PEAKS; `kernel` is the kernel's name.
 
-    The key depends on the number format in which the kernel multiplies. A kernel with
-    `_bf16_split_` in its name computes with three or more bf16 numbers for each f32 activation, so
-    it reaches at most a third of the peak.
+    The key depends on the number format in which the kernel multiplies. A kernel with `_int24_` or
+    `_bf16_split_` in its name computes with three or more numbers for each f32 activation, so it
+    reaches at most a third of the peak.
     """
     return next((peak for part, peak in _PEAK_OF.items() if part in kernel), "peak_gflop_s")
 

@@ -159,9 +159,9 @@ def test_samplers_apply_in_their_order(logits, order, top_k, top_p, min_p, tempe
         chosen = Sampling(temperature, top_k, top_p, min_p, seed=0, samplers=order)
         first, _ = Sampler(chosen).pick(logits, [])
     left = np.sort(np.exp(expected - expected.max()))[::-1]
-    left = left[left > 0]
+    left = left[left > np.finfo(np.float32).smallest_subnormal]
     weight = np.sort(seen[0])[::-1]
-    weight = weight[weight > 0]
+    weight = weight[weight > np.finfo(np.float32).smallest_subnormal]
     assert border or len(weight) == len(left) and np.abs(weight - left).max() < 1e-4
     assert first == int(logits.argmax()) if any(chosen.cuts) else True
 

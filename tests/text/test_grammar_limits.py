@@ -116,6 +116,9 @@ def test_slow_grammars_delay_only_their_own_clients():
             start = time.monotonic()
             assert await grammars.compile_async("good", regex=f"a{index}")
             waited.append(time.monotonic() - start)
+        async with asyncio.timeout(60):
+            while not rejected:
+                await asyncio.sleep(0.1)
         for other in others:
             other.cancel()
         await asyncio.wait(others)
