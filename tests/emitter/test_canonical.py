@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.matmul.selection import kernel_of, numerics_of
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import Body
@@ -49,11 +50,15 @@ def rows_of(runner: Runner, codec: str, isa: Isa, **options) -> dict[int, np.nda
     return found
 
 
+def kernels_of(codec: str, isa: Isa) -> list[Kernel]:
+    return [kernel_of(matmul_of(codec, tokens, isa), isa) for tokens in (1, 3, TOKENS)]
+
+
 def test_a_row_of_a_matmul_has_the_same_bits_in_every_kernel(directory):
     """One token, few and many, for floats of every kind, on every vector unit."""
     seen: dict[str, np.ndarray] = {}
     for unit, isa in UNITS.items():
-        kernels = {k.name: k for c in CODECS for k in (kernel_of(matmul_of(c, t, isa), isa) for t in (1, 3, TOKENS))}
+        kernels = {kernel.name: kernel for codec in CODECS for kernel in kernels_of(codec, isa)}
         runner = Runner(compile_kernels(list(kernels.values()), directory / f"{unit}.vmfb"), 2)
         for codec in CODECS:
             found = rows_of(runner, codec, isa)

@@ -113,7 +113,23 @@ def test_quantised_x_is_within_half_a_step(codec, digits):
 
 
 # A table with negative entries; units of 128 elements; bits of one: the same matmul for any number of tokens, on every CPU.
-SAME = ("q4_0", "q4_k", "q5_k", "q6_k", "q8_0", "q3_k", "q1_0", "tq2_0", "iq4_xs", "mxfp4", "uint8_64_f16", "int4_128_f16")
+SAME = (
+    "q4_0",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+    "q8_0",
+    "q3_k",
+    "q1_0",
+    "tq2_0",
+    "iq4_xs",
+    "mxfp4",
+    "uint8_64_f16",
+    "int4_128_f16",
+    "uint4_32_f16",
+    "uint4_128_f32",
+    "int8_64_bf16",
+)
 TOKENS = (1, 2, 5, 8, 20)
 
 
