@@ -41,7 +41,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 def fetched(cache: Path) -> list[str]:
-    return [entry.name for entry in cache.iterdir() if not entry.name.endswith(".lock")]
+    return [entry.name for entry in cache.iterdir() if not entry.name.endswith((".lock", ".written-by-castiron"))]
 
 
 @pytest.fixture
