@@ -93,7 +93,8 @@ def test_a_bundle_on_matrix_units_gives_the_logits_of_others(tmp_path, monkeypat
         amx.setitem(targets.TARGETS, "host", replace(targets.TARGETS["host"], isa="amx"))
         matrix, found = compiled(checkpoint, tmp_path / "matrix", options)
     arithmetic = matrix.manifest.compile["arithmetic"]
-    assert list(arithmetic) == ["x in exact pieces of bf16 by plain"] and arithmetic.popitem()[1] > 5
+    assert arithmetic.keys() == {"x in exact pieces of bf16 by plain", "x in integers of 24 bits by plain"}
+    assert min(arithmetic.values()) >= 2
     exact, want = compiled(checkpoint, tmp_path / "exact", options)
-    assert not exact.manifest.compile["arithmetic"] or exact.manifest.target.isa == "amx"
+    assert "bf16" not in str(exact.manifest.compile["arithmetic"]) or exact.manifest.target.isa == "amx"
     agree(found, want)
