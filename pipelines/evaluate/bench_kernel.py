@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.quantise_x import quantised
 from castiron.emitter.kernels.weights.packing import LANES, pack
 from castiron.emitter.kv_cache import CACHES
 from castiron.pipelines.compile.parts import KINDS, named_kernel
@@ -47,7 +48,10 @@ def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, posi
     """
     rng = np.random.default_rng(0)
     full = {"length": tokens, "start": position, "position": position, "counters": 0}
-    found = {}
+    found, quantised_x = {}, {}
+    if (matmul := kernel.matmul) and matmul.digits and not matmul.quantises_x:
+        x = np.resize(rng.standard_normal(1 << 20) * 0.5, (matmul.tokens // matmul.per_row, matmul.in_features))
+        quantised_x = quantised(x, matmul.format, matmul.digits)
     for name, type_ in kernel.tensors.items():
         kind = type_.dtype.name
         if name == "weight" and kind == "i8":
@@ -60,6 +64,8 @@ def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, posi
         elif kind == "i8" and name in ("k_cache", "v_cache"):
             rows = np.resize(rng.standard_normal(1 << 20) * 0.5, (*type_.shape[:3], sizes[-1]))
             value = CACHES["q8_0"].stored(rows)
+        elif name in quantised_x:
+            value = quantised_x[name]
         elif name == "x" and kernel.matmul and kernel.matmul.numerics.startswith("bf16"):
             # Pairs of bf16: the upper halves of two f32.
             pairs = np.resize(rng.standard_normal(1 << 20) * 0.5, (*type_.shape, 2)).astype(np.float32)

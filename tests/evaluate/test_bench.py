@@ -45,13 +45,13 @@ def bundle(tmp_path_factory):
 
 
 class FixedMachine:
-    """A machine of 10 GB/s and 100 GFLOP/s."""
+    """A machine of 10 GB/s, 100 GFLOP/s and 400 GOP/s of int8."""
 
     def __init__(self, threads):
         pass
 
     def measure(self, limit):
-        return {"read_gb_s": 10.0, "peak_gflop_s": 100.0}[limit]
+        return {"read_gb_s": 10.0, "peak_gflop_s": 100.0, "peak_bytes_gop_s": 400.0}[limit]
 
 
 @pytest.fixture

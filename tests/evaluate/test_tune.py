@@ -21,8 +21,10 @@ from tests.support.tiny_gguf import write_llama
 from tests.support.toy_text import read_json
 
 MATMULS = [
-    Matmul("q4_1", 1, 960, 576, rms_eps=1e-5),
+    Matmul("q8_0", 1, 960, 576, rms_eps=1e-5),
     Matmul("f16", 1, 96, 64),
+    Matmul("q4_1", 1, 960, 576, rms_eps=1e-5, numerics="int24"),
+    Matmul("q4_1", 8, 960, 576, numerics="int24"),
     Matmul("q4_1", 8, 960, 576),
     Matmul("q4_1", 128, 960, 576, length=True),
     Matmul("q4_1", 8, 960, 576, numerics="int8"),
