@@ -179,17 +179,6 @@ class Records:
         """
         return self._factor(self.layout.minima, False, block, record, group, v)
 
-    def scale_and_minimum(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return (d * scale, m * minimum) of a codec group for the rows in vector `v`, f32 [lanes].
-
-        A weight is d * scale * code plus or minus m * minimum, where scale and minimum belong to
-        the group, and d and m to the codec block that contains it. The second value is None if the
-        codec has no minima. The class describes the arguments.
-        """
-        scale = self._times(self.d(block, record, v), self.group_scale(block, record, group, v))
-        minimum = self.m(block, record, v)
-        return scale, None if minimum is None else self._times(minimum, self.group_minimum(block, record, group, v))
-
     def _times(self, x: Ssa, factor: Ssa | None) -> Ssa:
         return x if factor is None else self.b.mulf(x, factor)
 
@@ -345,8 +334,7 @@ class Int8Codes(GroupCodes):
     """A writer of code that reads the codes of one codec group as int8, four in each i32.
 
     A codec group is the elements of a row that share a scale. Every eight codes are in the order 0,
-    2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`). The kernel `round_x`, which quantises x, returns x in the same
-    order.
+    2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`). The kernel `quantise_x` returns x in the same order.
     """
 
     def __init__(self, records: Records, block: Index, record: Index, group: Index):
