@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import os
 import stat
@@ -56,8 +57,10 @@ def here(folder, monkeypatch):
     monkeypatch.setattr("castiron.pipelines.compile.compiler.compile_modules", stop_compiling)
     monkeypatch.setattr("castiron.pipelines.server.http_server.serve", lambda *_: None)
     for work in ("evaluate.bench.bench", "evaluate.verify.load_reference", "cli.evaluate.bundle_logits", "evaluate.tune.Bench",
-                 "cli.explain.Machine", "evaluate.diff.compare", "cluster.actors.connected"):  # fmt: skip
+                 "cli.explain.Machine", "evaluate.diff.compare"):  # fmt: skip
         monkeypatch.setattr(f"castiron.pipelines.{work}", stop)
+    if importlib.util.find_spec("ray"):  # without it `castiron batch --actors` says how to install it
+        monkeypatch.setattr("castiron.pipelines.cluster.actors.connected", stop)
 
 
 def with_value(command: str, action: argparse.Action, positional: list[argparse.Action], value: str) -> list[str]:
