@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from castiron.pipelines.api import schemas
+from castiron.pipelines.api.anthropic.messages import MessagesRequest, start_message
 from castiron.pipelines.api.api_errors import ApiError, api_error
 from castiron.pipelines.api.async_engine import Job
 from castiron.pipelines.api.embeddings import EmbeddingsApi
 from castiron.pipelines.api.generation_api import GenerationApi
-from castiron.pipelines.api.messages import MessagesRequest, start_message
 from castiron.pipelines.api.model_api import Limits, ModelApi
+from castiron.pipelines.api.openai.responses import start_response
+from castiron.pipelines.api.openai.responses_request import ResponsesRequest
 from castiron.pipelines.api.request_body import parse_body
-from castiron.pipelines.api.responses import start_response
-from castiron.pipelines.api.responses_request import ResponsesRequest
 from castiron.pipelines.batch.records import Outcome, Record, Work
 from castiron.pipelines.engine.request import Request
 from castiron.pipelines.errors import PipelineError

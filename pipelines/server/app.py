@@ -25,7 +25,7 @@ from castiron.pipelines.api.byte_limit import CACHE_SALT, CLIENT, ByteLimit
 from castiron.pipelines.api.embeddings import EmbeddingsApi, EmbeddingsEngine
 from castiron.pipelines.api.generation_api import GenerationApi
 from castiron.pipelines.api.model_api import Limits, ModelApi, names_of
-from castiron.pipelines.api.responses import ResponseStore
+from castiron.pipelines.api.openai.responses import ResponseStore
 from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.prefix_store import PrefixStore
 from castiron.pipelines.errors import PipelineError

@@ -13,14 +13,15 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 import castiron
-from castiron.pipelines.api import ollama, schemas
+from castiron.pipelines.api import schemas
+from castiron.pipelines.api.anthropic.messages import CountTokensRequest, MessagesRequest, count_message_tokens, start_message
 from castiron.pipelines.api.api_errors import ApiError, invalid
-from castiron.pipelines.api.infill import InfillRequest, start_infill
-from castiron.pipelines.api.messages import CountTokensRequest, MessagesRequest, count_message_tokens, start_message
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
-from castiron.pipelines.api.ollama import OLLAMA_VERSION, listed_model, running_model, shown_model
-from castiron.pipelines.api.responses import count_response_tokens, start_response
-from castiron.pipelines.api.responses_request import InputTokensRequest, ResponsesRequest
+from castiron.pipelines.api.ollama import chat as ollama
+from castiron.pipelines.api.ollama.chat import OLLAMA_VERSION, listed_model, running_model, shown_model
+from castiron.pipelines.api.openai.infill import InfillRequest, start_infill
+from castiron.pipelines.api.openai.responses import count_response_tokens, start_response
+from castiron.pipelines.api.openai.responses_request import InputTokensRequest, ResponsesRequest
 from castiron.pipelines.server import openapi
 from castiron.pipelines.server.exchange import Exchange, answer_request, exchange_of
 from castiron.pipelines.server.metrics import MEDIA_TYPE, Metrics

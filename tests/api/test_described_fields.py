@@ -15,8 +15,11 @@ import jsonschema
 import pytest
 from starlette.testclient import TestClient
 
-from castiron.pipelines.api import infill, messages, ollama, responses_request, schemas
+from castiron.pipelines.api import schemas
+from castiron.pipelines.api.anthropic import messages
 from castiron.pipelines.api.api_errors import ApiError
+from castiron.pipelines.api.ollama import chat as ollama
+from castiron.pipelines.api.openai import infill, responses_request
 from castiron.pipelines.api.request_body import fields_renamed, parse_body
 from castiron.pipelines.server.app import open_app
 from tests.support import talking

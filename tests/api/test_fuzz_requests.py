@@ -7,9 +7,9 @@ import json
 import random
 import urllib.parse
 
-from castiron.pipelines.api.messages import CountTokensRequest, MessagesRequest
-from castiron.pipelines.api.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
-from castiron.pipelines.api.responses_request import InputTokensRequest, ResponsesRequest
+from castiron.pipelines.api.anthropic.messages import CountTokensRequest, MessagesRequest
+from castiron.pipelines.api.ollama.chat import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from castiron.pipelines.api.openai.responses_request import InputTokensRequest, ResponsesRequest
 from castiron.pipelines.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.support.served import ReferenceSession, served
 

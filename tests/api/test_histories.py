@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from castiron.pipelines.api import messages, ollama, responses_request
 from castiron.pipelines.api.answer_format import callable_tools, requested_format
+from castiron.pipelines.api.anthropic import messages
+from castiron.pipelines.api.ollama import chat as ollama
+from castiron.pipelines.api.openai import responses_request
 from castiron.pipelines.api.request_body import parse_record
 from castiron.pipelines.api.schemas import ChatRequest
 from tests.support.histories import KINDS, PARAMETERS, Histories, api_of, prompt_of

@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from castiron.pipelines.api.model_api import Limits
-from castiron.pipelines.api.ollama import OllamaMessage, _messages
+from castiron.pipelines.api.ollama.chat import OllamaMessage, _messages
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import App, open_api, open_app
 from castiron.pipelines.server.metrics import Metrics

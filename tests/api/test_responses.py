@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from starlette.testclient import TestClient
 
 from castiron.pipelines.api.chat_records import Message
-from castiron.pipelines.api.responses import ResponseStore
+from castiron.pipelines.api.openai.responses import ResponseStore
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import open_app
 from tests.support import talking

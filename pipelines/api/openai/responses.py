@@ -13,8 +13,7 @@ from castiron.pipelines.api.api_errors import ApiError
 from castiron.pipelines.api.blocks_reply import Block, BlocksReply
 from castiron.pipelines.api.chat_records import InputStream, Message, input_of
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
-from castiron.pipelines.api.request_body import Body, fields_renamed
-from castiron.pipelines.api.responses_request import (
+from castiron.pipelines.api.openai.responses_request import (
     FIELDS,
     CustomTool,
     FunctionTool,
@@ -25,6 +24,7 @@ from castiron.pipelines.api.responses_request import (
     messages_of,
     names_in_namespaces,
 )
+from castiron.pipelines.api.request_body import Body, fields_renamed
 from castiron.pipelines.api.schemas import ChatRequest
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.text.tokenizer import TokenBytes

@@ -1,0 +1,1 @@
+"""OpenAI's API, with the fields and paths that vLLM and llama.cpp add."""
