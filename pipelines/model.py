@@ -415,7 +415,7 @@ def compile_bundle(
 ) -> Bundle:
     """Compile a GGUF file, an HF directory or a named model into the bundle directory `out`.
 
-    options: fields of `castiron.pipelines.compile.options.Options`: context, weights, adapter,
+    options: fields of `castiron.pipelines.compile.compile_options.Options`: context, weights, adapter,
     calibrate, numerics, cache, lowering, target, batch, speculate, embed, threads, tuned. An
     up-to-date bundle is not compiled again. After an error, no files are left.
     """
@@ -442,6 +442,6 @@ def _check_kinds(options: dict[str, Any]) -> None:
 
 
 def _option_names(*more: str) -> list[str]:
-    from castiron.pipelines.compile.options import Options
+    from castiron.pipelines.compile.compile_options import Options
 
     return [*more, *(field.name for field in fields(Options))]

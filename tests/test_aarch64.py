@@ -19,8 +19,8 @@ import pytest
 from castiron.emitter.codecs import CODECS
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import ISAS
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.reference import hf
 from castiron.reference.tiny import tiny_model
 from castiron.vmfb.targets import TARGETS, resolve

@@ -9,9 +9,9 @@ from castiron.emitter.abi import STORAGE, State
 from castiron.emitter.kv_cache import CACHES, stored_as
 from castiron.emitter.types import EmitError
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.compile.compiler import compile_model
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.compile.open_model import cached_path
-from castiron.pipelines.compile.options import Options
 from castiron.pipelines.engine.memory import needed
 from castiron.reference import tiny
 from castiron.vmfb.bundle import Bundle, open_bundle

@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from castiron.emitter.types import EmitError
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.reference.tiny import tiny_model
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.encoder import Encoder

@@ -13,9 +13,9 @@ from castiron.emitter.types import EmitError
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.compile.build_model import build_module
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
-from castiron.pipelines.compile.weights import pack_parameter
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
+from castiron.pipelines.compile.weight_codecs import pack_parameter
 from castiron.reference import hf, tiny, xla
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.compiler import compiler_path

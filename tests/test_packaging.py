@@ -165,7 +165,7 @@ def test_module_names_of_pipelines_are_unique():
 
 
 def test_the_import_contracts_find_an_import_that_is_only_for_types(tree):
-    path = tree / "pipelines/checkpoints/gguf_file.py"
+    path = tree / "pipelines/checkpoints/gguf/gguf_file.py"
     original = path.read_text()
     path.write_text(
         f"{original}\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import castiron.pipelines.engine.request\n"

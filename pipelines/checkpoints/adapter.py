@@ -21,9 +21,9 @@ from castiron.emitter.codecs import codec_of
 from castiron.emitter.quantise import convert
 from castiron.emitter.shorten import shorten, shorten_list, shorten_text
 from castiron.pipelines.checkpoints.checkpoint import EMBEDDINGS, HEAD, Checkpoint, CheckpointError, Tensor
-from castiron.pipelines.checkpoints.hf_files import json_object, read_safetensors
-from castiron.pipelines.checkpoints.hf_tensors import adapter_tensors, is_transposed
-from castiron.pipelines.checkpoints.hf_tokenizer import HfTokenizer, read_tokenizer
+from castiron.pipelines.checkpoints.hf.read_files import json_object, read_safetensors
+from castiron.pipelines.checkpoints.hf.tensor_layouts import adapter_tensors, is_transposed
+from castiron.pipelines.checkpoints.hf.tokenizer_files import HfTokenizer, read_tokenizer
 from castiron.pipelines.errors import similar_path
 from castiron.vmfb.archive import Part
 

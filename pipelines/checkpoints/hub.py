@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from castiron.emitter.shorten import shorten_list
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-from castiron.pipelines.checkpoints.encoding_files import MODULES, module_files
-from castiron.pipelines.checkpoints.hf_directory import CONFIG, INDEX, SINGLE, shards_of, small_files
+from castiron.pipelines.checkpoints.hf.encoding_files import MODULES, module_files
+from castiron.pipelines.checkpoints.hf.open_directory import CONFIG, INDEX, SINGLE, shards_of, small_files
 from castiron.pipelines.errors import install_command
 from castiron.pipelines.files import require_free_space
 from castiron.pipelines.locate import GGUF_PART, HubName, cache_folder, folder_of, parts_of

@@ -10,9 +10,9 @@ from pathlib import Path
 from castiron.pipelines.checkpoints import hub
 from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name, fetch, not_found
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint
-from castiron.pipelines.checkpoints.encoding_files import MODULES
-from castiron.pipelines.checkpoints.gguf_checkpoint import open_gguf
-from castiron.pipelines.checkpoints.hf_directory import CONFIG, open_hf_directory, shards_of
+from castiron.pipelines.checkpoints.gguf.open_gguf import open_gguf
+from castiron.pipelines.checkpoints.hf.encoding_files import MODULES
+from castiron.pipelines.checkpoints.hf.open_directory import CONFIG, open_hf_directory, shards_of
 from castiron.pipelines.locate import HubName, checkpoint_path, parts_of
 from castiron.vmfb.archive import Part
 

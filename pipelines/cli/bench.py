@@ -11,8 +11,8 @@ import argparse
 import json
 
 from castiron.pipelines.cli.options import add_options
+from castiron.pipelines.compile.named_kernel import KINDS
 from castiron.pipelines.compile.open_model import require_cpu, require_generation
-from castiron.pipelines.compile.parts import KINDS
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate.random_checkpoint import SHAPES
 from castiron.pipelines.terminal import Progress, print_message
@@ -139,8 +139,8 @@ def compiled_shape(settings, args: argparse.Namespace, progress: Progress):
     settings: the benchmark's settings. If --context is not given, the bundle's context has space
         for all tokens of the benchmark.
     """
+    from castiron.pipelines.compile.compile_options import Options
     from castiron.pipelines.compile.open_model import open_or_compile
-    from castiron.pipelines.compile.options import Options
     from castiron.pipelines.evaluate.random_checkpoint import DEFAULT_CODEC, random_checkpoint
 
     checkpoint = random_checkpoint(args.shape, args.codec or DEFAULT_CODEC, progress)

@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.module:
         return replace_module(args)
-    from castiron.pipelines.checkpoints.hf_tensors import in_words
-    from castiron.pipelines.compile.compiler import compile_model
-    from castiron.pipelines.compile.options import GPU_LOWERING
+    from castiron.pipelines.checkpoints.hf.tensor_layouts import in_words
+    from castiron.pipelines.compile.compile_model import compile_model
+    from castiron.pipelines.compile.compile_options import GPU_LOWERING
     from castiron.pipelines.evaluate.perplexity import own_accuracy
 
     out, keep = args.output or default_bundle(args.model), args.keep and Path(args.keep)

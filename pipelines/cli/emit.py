@@ -13,8 +13,8 @@ from collections import Counter
 from castiron.emitter.ir import Module
 from castiron.emitter.printer import print_module
 from castiron.pipelines.cli.options import add_checkpoint, add_compile_options, add_options, compile_options
-from castiron.pipelines.compile import parts
-from castiron.pipelines.compile.parts import KINDS, named_kernel
+from castiron.pipelines.compile.extract import extract_function, extract_layer
+from castiron.pipelines.compile.named_kernel import KINDS, kernel_module, named_kernel
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import Progress
 from castiron.vmfb.disk import write_text
@@ -89,8 +89,8 @@ def _model(args: argparse.Namespace) -> Module:
         progress("emitting", 0.0)
         module = build_module(checkpoint, options)
     if args.function:
-        module = parts.extract_function(module, args.function)
-    return module if args.layer is None else parts.extract_layer(module, args.layer)
+        module = extract_function(module, args.function)
+    return module if args.layer is None else extract_layer(module, args.layer)
 
 
 def _kernel(args: argparse.Namespace) -> Module:
@@ -114,4 +114,4 @@ def _kernel(args: argparse.Namespace) -> Module:
         numerics=options.numerics,
         cache=options.cache,
     )
-    return parts.kernel_module(kernel)
+    return kernel_module(kernel)

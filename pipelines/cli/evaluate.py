@@ -17,7 +17,7 @@ import numpy as np
 
 from castiron.pipelines.cli.options import add_options
 from castiron.pipelines.compile.open_model import require_generation
-from castiron.pipelines.compile.weights import QUANTISED
+from castiron.pipelines.compile.weight_codecs import QUANTISED
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate.perplexity import (
     PERCENTILES,

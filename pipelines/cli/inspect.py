@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
 
 def bundle(path: str) -> tuple[dict, list[str]]:
     """Return (a bundle's manifest as a JSON object, the lines that `castiron inspect` prints)."""
-    from castiron.pipelines.checkpoints.hf_tensors import in_words
+    from castiron.pipelines.checkpoints.hf.tensor_layouts import in_words
     from castiron.pipelines.engine.memory import mapped_weights, needed, slots_of, warn_of_shortage
     from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
     from castiron.vmfb.bundle import open_bundle
@@ -117,11 +117,11 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
     from castiron.emitter.models import ignored_keys
     from castiron.emitter.types import EmitError
     from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-    from castiron.pipelines.checkpoints.hf_tensors import in_words
+    from castiron.pipelines.checkpoints.hf.quantisation_methods import describe
+    from castiron.pipelines.checkpoints.hf.tensor_layouts import in_words
     from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
-    from castiron.pipelines.checkpoints.quantisation_methods import describe
     from castiron.pipelines.compile.build_model import build_module
-    from castiron.pipelines.compile.options import Options, context_of, max_context_of
+    from castiron.pipelines.compile.compile_options import Options, context_of, max_context_of
     from castiron.pipelines.engine.memory import Needed, state_bytes, warn_of_shortage
 
     with Progress() as progress:

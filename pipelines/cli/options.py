@@ -14,7 +14,7 @@ from castiron.pipelines.terminal import print_message
 from castiron.vmfb.cache import cache_path
 
 if TYPE_CHECKING:
-    from castiron.pipelines.compile.options import Options
+    from castiron.pipelines.compile.compile_options import Options
     from castiron.pipelines.engine.prefix_store import PrefixStore
     from castiron.pipelines.engine.sampling import Sampling
     from castiron.vmfb.manifest import Manifest
@@ -86,7 +86,7 @@ def device_name(text: str) -> str:
 
 
 # Flags -> arguments of add_argument. Choices are repeated here because parsing must not import the emitter's kernels or
-# NumPy: castiron.pipelines.compile.options.Options checks them again.
+# NumPy: castiron.pipelines.compile.compile_options.Options checks them again.
 SHARED: dict[str, dict[str, Any]] = {
     "--json": {"action": "store_true", "help": "print one JSON object"},
     "--threads": {"type": int, "metavar": "N", "help": "CPU threads (default: one per physical core)"},
@@ -248,7 +248,7 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
 
 def compile_options(args: argparse.Namespace) -> "Options":
     """Return the compiler's `Options` from the parsed arguments."""
-    from castiron.pipelines.compile.options import Options
+    from castiron.pipelines.compile.compile_options import Options
 
     names = (
         "context", "max_context", "weights", "requantise", "adapter", "calibrate", "numerics", "cache", "lowering", "target",

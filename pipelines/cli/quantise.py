@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from castiron.pipelines.compile.options import Options
+    from castiron.pipelines.compile.compile_options import Options
     from castiron.pipelines.compile.quantise_gguf import quantise
 
     options = Options(

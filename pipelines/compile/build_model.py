@@ -15,9 +15,9 @@ from castiron.emitter.step import ModelModule
 from castiron.pipelines.checkpoints.adapter import merge, open_adapter
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, missing_and_left_over
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
-from castiron.pipelines.compile.options import Options, Progress, context_of, max_context_of
+from castiron.pipelines.compile.compile_options import Options, Progress, context_of, max_context_of
 from castiron.pipelines.compile.tile_store import TileFields, tiles_for
-from castiron.pipelines.compile.weights import codecs_of
+from castiron.pipelines.compile.weight_codecs import codecs_of
 from castiron.vmfb.targets import Target, resolve
 
 # Tokens per call of the encode functions, for causal and for bidirectional attention. Bidirectional

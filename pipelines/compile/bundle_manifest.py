@@ -18,9 +18,9 @@ from castiron.pipelines.checkpoints.adapter import adapter_sha256, open_adapter
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint
 from castiron.pipelines.compile.build_model import EncoderSizes, encoder_sizes
 from castiron.pipelines.compile.calibration import text_sha256
-from castiron.pipelines.compile.options import Options, context_of, max_context_of
+from castiron.pipelines.compile.compile_options import Options, context_of, max_context_of
 from castiron.pipelines.compile.tile_store import TileFields
-from castiron.pipelines.compile.weights import codecs_of
+from castiron.pipelines.compile.weight_codecs import codecs_of
 from castiron.pipelines.locate import as_text, model_name, source_of
 from castiron.pipelines.text.derive_tool_format import tool_format_of
 from castiron.vmfb.compiler import compiler_version

@@ -29,8 +29,8 @@ from castiron.pipelines.checkpoints.adapter import adapter_sha256
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, tokenizer_of
 from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256
 from castiron.pipelines.compile.build_model import build_model
-from castiron.pipelines.compile.options import Options, Progress
-from castiron.pipelines.compile.weights import UNIFORM, Importance, write_parameters
+from castiron.pipelines.compile.compile_options import Options, Progress
+from castiron.pipelines.compile.weight_codecs import UNIFORM, Importance, write_parameters
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.files import read_text, require_free_space
 from castiron.pipelines.terminal import print_message

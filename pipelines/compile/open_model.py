@@ -21,9 +21,9 @@ from castiron.vmfb.cache import cache_folder, cache_root, claim, is_own
 from castiron.vmfb.manifest import BundleError
 
 if TYPE_CHECKING:
-    from castiron.pipelines.compile.compiler import Evaluate
-    from castiron.pipelines.compile.options import Options
-    from castiron.pipelines.compile.options import Progress as Report
+    from castiron.pipelines.compile.compile_model import Evaluate
+    from castiron.pipelines.compile.compile_options import Options
+    from castiron.pipelines.compile.compile_options import Progress as Report
     from castiron.pipelines.text.generation import Vocabulary
 
 _lock = threading.Lock()
@@ -64,8 +64,8 @@ def open_or_compile(
             )
         return open_bundle(model if isinstance(model, Bundle) else path, full_check=full_check)
     from castiron.pipelines.checkpoints.catalogue import canonical_name
-    from castiron.pipelines.compile.compiler import existing
-    from castiron.pipelines.compile.options import Options
+    from castiron.pipelines.compile.compile_model import existing
+    from castiron.pipelines.compile.compile_options import Options
     from castiron.vmfb.compiler import is_installed
 
     options = options or (Options.for_draft(target) if draft else Options(target=target))
@@ -109,7 +109,7 @@ def check_draft_model(
     Both are bundles or checkpoints, as for `open_or_compile`; a named checkpoint is downloaded.
     options: those with which `model` will be compiled.
     """
-    from castiron.pipelines.compile.options import Options
+    from castiron.pipelines.compile.compile_options import Options
     from castiron.pipelines.text.generation import check_verifies, check_vocabularies
 
     if is_bundle(model):
@@ -126,7 +126,7 @@ def _vocabulary(model: str | Path | Bundle, options: Options, progress: Report) 
     from castiron.pipelines.checkpoints.catalogue import canonical_name
     from castiron.pipelines.checkpoints.checkpoint import check_tokenizer, tokenizer_of
     from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
-    from castiron.pipelines.compile.compiler import existing
+    from castiron.pipelines.compile.compile_model import existing
     from castiron.pipelines.text.generation import Vocabulary
     from castiron.pipelines.text.tokenizer import Tokenizer
 
@@ -158,7 +158,7 @@ def compile_to(
     Only one thread at a time compiles; others wait. message: line to print before compiling, or
     None. The other arguments are those of `compile_model`.
     """
-    from castiron.pipelines.compile.compiler import compile_model
+    from castiron.pipelines.compile.compile_model import compile_model
 
     announce = (lambda: print_message(message)) if message else lambda: None
     with _lock, Progress(quiet=progress is not None) as bar:
@@ -172,7 +172,7 @@ def options_of(**options: Any) -> Options:
     The fields prefill, batch, speculate and embed are tuples of sizes. Here, an int is also
     accepted for one size, and None for no size.
     """
-    from castiron.pipelines.compile.options import Options
+    from castiron.pipelines.compile.compile_options import Options
 
     for name in {"prefill", "batch", "speculate", "embed"} & options.keys():
         sizes = options[name]

@@ -14,14 +14,14 @@ import numpy as np
 
 from castiron.emitter.models import read_config
 from castiron.emitter.quantise import convert
-from castiron.pipelines.checkpoints import gguf_export
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, check_finite
-from castiron.pipelines.checkpoints.gguf_config import sampling_metadata
-from castiron.pipelines.checkpoints.gguf_file import Buffer, GgufFile, metadata_entry, padded, read_gguf, write_gguf
+from castiron.pipelines.checkpoints.gguf import export
+from castiron.pipelines.checkpoints.gguf.gguf_file import Buffer, GgufFile, metadata_entry, padded, read_gguf, write_gguf
+from castiron.pipelines.checkpoints.gguf.hf_config import sampling_metadata
 from castiron.pipelines.compile.build_model import build_model, open_source
 from castiron.pipelines.compile.calibration import Importance, calibrate
-from castiron.pipelines.compile.options import Options, Progress
-from castiron.pipelines.compile.weights import codecs_of, convert_tensor
+from castiron.pipelines.compile.compile_options import Options, Progress
+from castiron.pipelines.compile.weight_codecs import codecs_of, convert_tensor
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.files import require_free_space
 from castiron.pipelines.locate import model_name
@@ -114,7 +114,7 @@ def _converted(file: GgufFile, tensor: Tensor, codec: str, names: list[str], imp
 
 
 def _exported(checkpoint: Checkpoint, options: Options, importance: Importance) -> tuple[list[Buffer], list[Tensor]]:
-    config, codecs = gguf_export.flat_config(checkpoint.config), codecs_of(checkpoint, options.weights, options.requantise)
+    config, codecs = export.flat_config(checkpoint.config), codecs_of(checkpoint, options.weights, options.requantise)
 
     def read(name: str, codec: str, columns: np.ndarray | None) -> np.ndarray:
         if columns is None:
@@ -122,12 +122,12 @@ def _exported(checkpoint: Checkpoint, options: Options, importance: Importance) 
         rows, own = np.ascontiguousarray(checkpoint.tensors[name].dequantise()[:, columns]), importance.get(name)
         return convert("f32", rows.view(np.uint8), codec, None if own is None else own[columns])
 
-    tensors = gguf_export.export_tensors(checkpoint, config, codecs, read)
-    (name, _), vocab = gguf_export.architecture_for(checkpoint), read_config(checkpoint.config).vocab
+    tensors = export.export_tensors(checkpoint, config, codecs, read)
+    (name, _), vocab = export.architecture_for(checkpoint), read_config(checkpoint.config).vocab
     metadata = {"general.architecture": name, "general.name": model_name(checkpoint.path), f"{name}.vocab_size": vocab}
-    metadata |= gguf_export.export_metadata(checkpoint, config) | gguf_export.export_tokenizer(checkpoint, vocab)
+    metadata |= export.export_metadata(checkpoint, config) | export.export_tokenizer(checkpoint, vocab)
     metadata |= sampling_metadata(checkpoint.generation_config)
     if checkpoint.chat_template:
         metadata["tokenizer.chat_template"] = checkpoint.chat_template
-    gguf_export.check_read_back(checkpoint, metadata, tensors)
+    export.check_read_back(checkpoint, metadata, tensors)
     return [metadata_entry(key, value) for key, value in metadata.items()], tensors

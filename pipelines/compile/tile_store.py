@@ -11,7 +11,7 @@ from castiron.emitter.kernels.matmul.selection import kernel_of, read_tiles
 from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.files import KERNEL_SOURCES, sources_hash
 from castiron.vmfb import cache

@@ -13,7 +13,7 @@ from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.quantise_x import quantised
 from castiron.emitter.kernels.weights.packing import LANES, pack
 from castiron.emitter.kv_cache import CACHES
-from castiron.pipelines.compile.parts import KINDS, named_kernel
+from castiron.pipelines.compile.named_kernel import KINDS, named_kernel
 from castiron.pipelines.evaluate.machine import (
     ATTEMPTS,
     LOAD_SECONDS,

@@ -12,8 +12,8 @@ from castiron.emitter.lowering import lower
 from castiron.emitter.types import DTYPES
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, check_finite
 from castiron.pipelines.compile.build_model import build_model
-from castiron.pipelines.compile.options import Options
-from castiron.pipelines.compile.weights import pack_parameter
+from castiron.pipelines.compile.compile_options import Options
+from castiron.pipelines.compile.weight_codecs import pack_parameter
 from castiron.pipelines.evaluate.verify import dequantised
 from castiron.reference import hf, interpreter
 

@@ -23,7 +23,7 @@ from castiron.emitter.kernels.mlir.isa import ISAS, Isa
 from castiron.emitter.kernels.mlir.matrix import COLUMNS, DEPTH, Matrix
 from castiron.emitter.printer import print_module
 from castiron.emitter.types import F32, I32, TensorType
-from castiron.pipelines.compile.parts import kernel_module
+from castiron.pipelines.compile.named_kernel import kernel_module
 
 # 256 MB, several times the size of any CPU cache.
 READ_FLOATS = 64 << 20

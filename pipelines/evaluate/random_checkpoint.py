@@ -18,9 +18,9 @@ from castiron.emitter.codecs import codec_of, row_bytes
 from castiron.emitter.models import build, read_config
 from castiron.emitter.scaled_codecs import SCALED, join
 from castiron.emitter.types import DTYPES, from_f32
-from castiron.pipelines.checkpoints import gguf_export, gguf_file
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, Tensor
-from castiron.pipelines.compile.weights import codecs_of
+from castiron.pipelines.checkpoints.gguf import export, gguf_file
+from castiron.pipelines.compile.weight_codecs import codecs_of
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.files import require_free_space
 from castiron.pipelines.terminal import megabytes, print_message
@@ -120,12 +120,12 @@ def gguf_parts(checkpoint: Checkpoint, weights: str) -> tuple[bytes, list[Tensor
     checkpoint: has the names and shapes of the tensors. weights: quantisation of the matrices. The
     metadata has a vocabulary size but no tokens, so llama.cpp generates placeholder tokens.
     """
-    (architecture, _), config = gguf_export.architecture_for(checkpoint), gguf_export.flat_config(checkpoint.config)
+    (architecture, _), config = export.architecture_for(checkpoint), export.flat_config(checkpoint.config)
     vocab = read_config(checkpoint.config).vocab
     metadata = {"general.architecture": architecture, f"{architecture}.vocab_size": vocab}
-    metadata |= gguf_export.export_metadata(checkpoint, config) | gguf_export.export_tokenizer(checkpoint, vocab)
+    metadata |= export.export_metadata(checkpoint, config) | export.export_tokenizer(checkpoint, vocab)
     read = lambda name, codec, columns: _tensor(name, checkpoint.tensors[name].shape, codec).read()
-    tensors = gguf_export.export_tensors(checkpoint, config, codecs_of(checkpoint, weights), read)
+    tensors = export.export_tensors(checkpoint, config, codecs_of(checkpoint, weights), read)
     entries = [gguf_file.metadata_entry(key, value) for key, value in metadata.items()]
     return gguf_file.header(entries, tensors), tensors
 

@@ -24,8 +24,8 @@ from castiron.emitter.kernels.mlir.isa import ISAS, Isa
 from castiron.emitter.lowering import lower
 from castiron.emitter.printer import print_module
 from castiron.pipelines.compile.build_model import build_model, open_source
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate.verify import encoded_prompts, greedy
 from castiron.vmfb.batch import Batch

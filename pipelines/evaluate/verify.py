@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from castiron.pipelines.checkpoints.hf_directory import CONFIG, SINGLE, quantization_config, tensors_of
-from castiron.pipelines.checkpoints.hf_files import json_object
-from castiron.pipelines.checkpoints.hf_quantised import quantised_weights
-from castiron.pipelines.checkpoints.quantised_parts import column_orders
+from castiron.pipelines.checkpoints.column_order import column_orders
+from castiron.pipelines.checkpoints.hf.open_directory import CONFIG, SINGLE, quantization_config, tensors_of
+from castiron.pipelines.checkpoints.hf.quantised_weights import quantised_weights
+from castiron.pipelines.checkpoints.hf.read_files import json_object
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.files import read_text
 from castiron.pipelines.locate import HubName
@@ -203,7 +203,7 @@ def load_reference(path: Path, weights: str, threads: int | None, adapter: Path 
     from castiron.pipelines.checkpoints.adapter import merge, open_adapter
     from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
     from castiron.pipelines.compile.calibration import calibrate
-    from castiron.pipelines.compile.options import Options
+    from castiron.pipelines.compile.compile_options import Options
     from castiron.reference import hf
 
     try:
@@ -226,7 +226,7 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
 
     from castiron.emitter.codecs import dequantise
     from castiron.emitter.quantise import convert
-    from castiron.pipelines.compile.weights import FLOATS, QUANTISED, codecs_of
+    from castiron.pipelines.compile.weight_codecs import FLOATS, QUANTISED, codecs_of
 
     codecs = codecs_of(checkpoint, weights, requantise=True)
     transposed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}

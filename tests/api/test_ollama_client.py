@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from starlette.testclient import TestClient
 
 import castiron
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.server.app import open_app
 from tests.support import encoders, served, talking
 

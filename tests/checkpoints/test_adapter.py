@@ -17,12 +17,12 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 
 from castiron.pipelines.checkpoints.adapter import Adapter, merge, open_adapter
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor
-from castiron.pipelines.checkpoints.gguf_file import read_gguf
+from castiron.pipelines.checkpoints.gguf.gguf_file import read_gguf
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli import inspect
 from castiron.pipelines.compile.build_model import open_source
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.compile.quantise_gguf import quantise
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate.verify import adapter_of, load_reference

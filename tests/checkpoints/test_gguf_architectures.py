@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, missing_and_left_over
-from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES, architecture_names
+from castiron.pipelines.checkpoints.gguf.architectures import ARCHITECTURES, architecture_names
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.reference import hf
 from castiron.reference.tiny import tiny_model

@@ -8,10 +8,10 @@ import pytest
 from transformers import AutoConfig
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, missing_and_left_over
-from castiron.pipelines.checkpoints.gguf_checkpoint import scaled
-from castiron.pipelines.checkpoints.gguf_file import read_gguf
+from castiron.pipelines.checkpoints.gguf.gguf_file import read_gguf
+from castiron.pipelines.checkpoints.gguf.open_gguf import scaled
 from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, open_checkpoint
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.compile.quantise_gguf import quantise
 from castiron.pipelines.evaluate.random_checkpoint import raw_rows
 from castiron.pipelines.locate import model_name

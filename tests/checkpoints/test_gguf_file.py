@@ -11,7 +11,7 @@ import pytest
 
 from castiron.emitter.codecs import CODECS, dequantise
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-from castiron.pipelines.checkpoints.gguf_file import CODEC_OF_GGML_TYPE, read_gguf
+from castiron.pipelines.checkpoints.gguf.gguf_file import CODEC_OF_GGML_TYPE, read_gguf
 from tests.support.tiny_gguf import entry, raw_gguf, string, tensor_info, write_gguf
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)

@@ -12,11 +12,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-from castiron.pipelines.checkpoints.gguf_export import export_tokenizer
-from castiron.pipelines.checkpoints.gguf_pre_tokenizers import PRE_TOKENIZERS
-from castiron.pipelines.checkpoints.gguf_special_tokens import eos_token_ids
-from castiron.pipelines.checkpoints.gguf_tokenizer import tokenizer_json
+from castiron.pipelines.checkpoints.gguf.export import export_tokenizer
+from castiron.pipelines.checkpoints.gguf.tokenizer_json import tokenizer_json
+from castiron.pipelines.checkpoints.gguf.vocabulary import eos_token_ids
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+from castiron.pipelines.checkpoints.pre_tokenizers import PRE_TOKENIZERS
 from tests.support.llama_cpp_texts import RECORDED, byte_level, gguf_of, header, is_comparable, made_vocabulary
 from tests.support.tiny_gguf import write_llama
 

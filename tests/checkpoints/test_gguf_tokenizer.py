@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, validate
-from castiron.pipelines.checkpoints.gguf_export import export_tokenizer
-from castiron.pipelines.checkpoints.gguf_pre_tokenizers import PRE_TOKENIZERS
+from castiron.pipelines.checkpoints.gguf.export import export_tokenizer
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
+from castiron.pipelines.checkpoints.pre_tokenizers import PRE_TOKENIZERS
 from tests.support.tiny_gguf import write_gguf, write_llama
 
 TEXTS = [

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from castiron.pipelines.checkpoints.checkpoint import EMBEDDINGS, CheckpointError, missing_and_left_over
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.compile.build_model import build_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.compile.quantise_gguf import quantise
 from castiron.reference import hf
 from castiron.reference.tiny import tiny_model

@@ -15,14 +15,14 @@ from safetensors.numpy import load_file, save_file
 
 from castiron.emitter.types import EmitError
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, check_finite, missing_and_left_over
-from castiron.pipelines.checkpoints.hf_directory import tensors_of
-from castiron.pipelines.checkpoints.hf_quantised import quantised_weights
+from castiron.pipelines.checkpoints.column_order import column_orders
+from castiron.pipelines.checkpoints.hf.open_directory import tensors_of
+from castiron.pipelines.checkpoints.hf.quantised_weights import quantised_weights
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
-from castiron.pipelines.checkpoints.quantised_parts import column_orders
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.build_model import build_model
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.evaluate.verify import load_reference
 from castiron.reference import hf
 from castiron.reference.tiny import tiny_model

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 from castiron.pipelines.checkpoints.chat_templates import join_templates
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-from castiron.pipelines.checkpoints.hf_directory import small_files
-from castiron.pipelines.checkpoints.hf_tokenizer import HfTokenizer, read_tokenizer
+from castiron.pipelines.checkpoints.hf.open_directory import small_files
+from castiron.pipelines.checkpoints.hf.tokenizer_files import HfTokenizer, read_tokenizer
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import render

@@ -16,13 +16,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-from castiron.pipelines.checkpoints.gguf_file import metadata_entry, read_gguf, write_gguf
+from castiron.pipelines.checkpoints.gguf.gguf_file import metadata_entry, read_gguf, write_gguf
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.compile import compiler
+from castiron.pipelines.compile import compile_model
 from castiron.pipelines.compile.build_model import build_model, open_source
 from castiron.pipelines.compile.calibration import chunks_of
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.errors import user_errors
 from tests.support import hostile_checkpoints as hostile
 from tests.support.hostile import ACCEPTED, LONGEST, REJECTED, fine, verdict
@@ -238,7 +238,7 @@ def test_an_invalid_tokenizer_ends_packing(llama, capsys, monkeypatch):
             reports.append(progress(0.5))
             time.sleep(0.01)
 
-    monkeypatch.setattr(compiler, "write_parameters", packing)
+    monkeypatch.setattr(compile_model, "write_parameters", packing)
     change(llama, "tokenizer.json", model={"type": "WordLevel", "vocab": {"a": 40}, "unk_token": "a"})
     before = sorted(llama.parent.rglob("*"))
     assert cli.main(["compile", str(llama), "-o", str(llama.parent / "out")]) == 1

@@ -16,7 +16,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from castiron.pipelines.api.schemas import CompletionRequest
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-from castiron.pipelines.checkpoints.gguf_config import sampling_metadata
+from castiron.pipelines.checkpoints.gguf.hf_config import sampling_metadata
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.engine.chooser import Chooser

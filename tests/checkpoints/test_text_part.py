@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.utils import logging
 
 from castiron.emitter.models import FAMILIES
-from castiron.pipelines.checkpoints.hf_tensors import TEXT_PARTS, text_config
+from castiron.pipelines.checkpoints.hf.tensor_layouts import TEXT_PARTS, text_config
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli import main as cli
 from castiron.reference import tiny

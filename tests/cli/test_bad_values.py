@@ -54,7 +54,7 @@ def here(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
     monkeypatch.setenv("CASTIRON_CACHE", str(folder / "cache"))
-    monkeypatch.setattr("castiron.pipelines.compile.compiler.compile_modules", stop_compiling)
+    monkeypatch.setattr("castiron.pipelines.compile.compile_model.compile_modules", stop_compiling)
     monkeypatch.setattr("castiron.pipelines.server.http_server.serve", lambda *_: None)
     for work in ("evaluate.bench.bench", "evaluate.verify.load_reference", "cli.evaluate.bundle_logits", "evaluate.tune.Bench",
                  "cli.explain.Machine", "evaluate.diff.compare"):  # fmt: skip

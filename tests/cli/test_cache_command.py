@@ -13,8 +13,8 @@ import pytest
 
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile import open_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.compile.open_model import cached_path
-from castiron.pipelines.compile.options import Options
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb import cache as cache_module
 from castiron.vmfb.cache import KINDS, cache_root, claim

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from castiron.emitter import models
-from castiron.pipelines.checkpoints.gguf_file import CODEC_OF_GGML_TYPE
-from castiron.pipelines.checkpoints.hf_tensors import TEXT_PARTS
+from castiron.pipelines.checkpoints.gguf.gguf_file import CODEC_OF_GGML_TYPE
+from castiron.pipelines.checkpoints.hf.tensor_layouts import TEXT_PARTS
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.cli import run as run_command
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.engine import request
 from tests.support import toy_text
 from tests.support.terminal import at_terminal
@@ -306,7 +306,7 @@ def test_run_imports_only_the_modules_that_it_uses(bundle):
         "import sys; from castiron.pipelines.cli.main import main; status = main(sys.argv[1:])\n"
         "print(status, sorted(m for m in sys.modules if m in "
         "('torch', 'transformers', 'iree.compiler', 'jinja2', 'gguf', 'email', 'castiron.emitter.types', "
-        "'castiron.pipelines.checkpoints.checkpoint', 'castiron.pipelines.compile.compiler')))"
+        "'castiron.pipelines.checkpoints.checkpoint', 'castiron.pipelines.compile.compile_model')))"
     )
     command = [sys.executable, "-c", code, "run", bundle, "--tokens", "1,2", "-n", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

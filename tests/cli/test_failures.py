@@ -18,8 +18,8 @@ import pytest
 from castiron.pipelines import errors
 from castiron.pipelines.checkpoints.catalogue import CATALOGUE
 from castiron.pipelines.cli import main as cli
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.compile.open_model import cached_path
-from castiron.pipelines.compile.options import Options
 from castiron.pipelines.errors import error_message
 from castiron.pipelines.terminal import Progress
 from castiron.pipelines.text.chat_template import prepare

@@ -18,9 +18,9 @@ from castiron.pipelines.compile import calibration
 from castiron.pipelines.compile import quantise_gguf as quantise_gguf
 from castiron.pipelines.compile.build_model import build_model
 from castiron.pipelines.compile.calibration import CHUNK, MIN_SHARE, WIDTH, chunks_of
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.compile.quantise_gguf import quantise
-from castiron.pipelines.compile.weights import pack_parameter
+from castiron.pipelines.compile.weight_codecs import pack_parameter
 from castiron.pipelines.errors import PipelineError
 from castiron.reference import hf, tiny
 from castiron.vmfb.cache import cache_path

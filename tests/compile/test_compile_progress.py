@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-from castiron.pipelines.compile import compiler as compiling
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile import compile_model as compiling
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.vmfb.compiler import (
     CompileError,
 )

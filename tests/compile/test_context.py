@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import castiron
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.engine.memory import needed
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.manifest import BundleError

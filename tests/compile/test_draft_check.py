@@ -46,7 +46,7 @@ def nothing_compiles(monkeypatch, tmp_path):
         raise AssertionError("a module was compiled before the draft was checked")
 
     monkeypatch.setenv("CASTIRON_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("castiron.pipelines.compile.compiler.compile_modules", compile_modules)
+    monkeypatch.setattr("castiron.pipelines.compile.compile_model.compile_modules", compile_modules)
 
 
 def test_a_draft_with_a_different_vocabulary_is_refused(folder, capsys):

@@ -15,9 +15,10 @@ from castiron.emitter.kernels.weights.packing import pack as pack_rows
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.build_model import build_module
-from castiron.pipelines.compile.options import Options
-from castiron.pipelines.compile.parts import KINDS, extract_layer
-from castiron.pipelines.compile.weights import pack_parameter
+from castiron.pipelines.compile.compile_options import Options
+from castiron.pipelines.compile.extract import extract_layer
+from castiron.pipelines.compile.named_kernel import KINDS
+from castiron.pipelines.compile.weight_codecs import pack_parameter
 from castiron.reference import hf, interpreter, xla
 from castiron.reference.tiny import tiny_model
 from castiron.vmfb.compiler import compile_mlir

@@ -10,9 +10,9 @@ import numpy as np
 
 from castiron.emitter.codecs import CODECS, dequantise
 from castiron.emitter.kernels.mlir import isa
-from castiron.pipelines.checkpoints.gguf_file import GGML_TYPE
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.checkpoints.gguf.gguf_file import GGML_TYPE
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.evaluate.random_checkpoint import raw_rows
 from castiron.vmfb import targets
 from castiron.vmfb.bundle import Bundle, open_bundle

@@ -9,9 +9,9 @@ import pytest
 from castiron.emitter.printer import print_module
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.build_model import build_module
-from castiron.pipelines.compile.compiler import compile_model
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.compile.open_model import cached_path
-from castiron.pipelines.compile.options import Options
 from castiron.pipelines.compile.quantise_gguf import quantise
 from castiron.reference.tiny import tiny_model
 from castiron.vmfb import drivers

@@ -18,8 +18,8 @@ from jax.extend.mlir import ir
 from jax.interpreters.mlir import make_ir_context
 
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.vmfb.bundle import open_bundle, pack_bundle
 from castiron.vmfb.session import Session
 from tests.support.tiny_gguf import write_llama

@@ -15,14 +15,14 @@ from transformers import AutoConfig
 from castiron.emitter.quantise import convert
 from castiron.pipelines import files
 from castiron.pipelines.checkpoints.checkpoint import SAMPLE, CheckpointError
-from castiron.pipelines.checkpoints.gguf_file import read_gguf
+from castiron.pipelines.checkpoints.gguf.gguf_file import read_gguf
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.build_model import build_model
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.compile.quantise_gguf import quantise
-from castiron.pipelines.compile.weights import codecs_of
+from castiron.pipelines.compile.weight_codecs import codecs_of
 from castiron.pipelines.errors import PipelineError
 from castiron.reference import tiny
 from tests.support.gguf_models import IMPLIED, MODELS

@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from castiron.pipelines import files as sources
-from castiron.pipelines.compile import compiler as compiling
+from castiron.pipelines.compile import compile_model as compiling
 from castiron.pipelines.compile import tile_store as store
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_options import Options
 from castiron.vmfb.targets import resolve
 from tests.support.tiny_gguf import write_llama
 
@@ -40,8 +40,8 @@ BUNDLE, TILES = "the key of a bundle", "the key of tiles"
         ("emitter/kernels/mlir/vector_math.py", {BUNDLE, TILES}),
         ("emitter/codecs.py", {BUNDLE, TILES}),
         ("emitter/models/llama.py", {BUNDLE}),
-        ("pipelines/checkpoints/gguf_rules.py", {BUNDLE}),
-        ("pipelines/compile/compiler.py", {BUNDLE}),
+        ("pipelines/checkpoints/gguf/config_rules.py", {BUNDLE}),
+        ("pipelines/compile/compile_model.py", {BUNDLE}),
         ("pipelines/text/tool_formats.py", {BUNDLE}),
         ("vmfb/weights.py", {BUNDLE}),
         ("pipelines/cli/compile.py", set()),

@@ -12,11 +12,11 @@ from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import ISAS
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.compile import compiler as compiling
+from castiron.pipelines.compile import compile_model as compiling
 from castiron.pipelines.compile import tile_store as store
 from castiron.pipelines.compile.build_model import build_module
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.compile.tile_store import Finding, Key
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.compiler import CompileResult

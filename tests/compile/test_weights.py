@@ -14,9 +14,9 @@ from castiron.emitter.quantise import convert
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli import options
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
-from castiron.pipelines.compile.weights import FLOATS, QUANTISED, WEIGHTS, codecs_of, convert_tensor
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
+from castiron.pipelines.compile.weight_codecs import FLOATS, QUANTISED, WEIGHTS, codecs_of, convert_tensor
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate.verify import load_reference
 from castiron.reference import hf, tiny

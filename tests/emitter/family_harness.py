@@ -14,7 +14,7 @@ from castiron.emitter.models import build
 from castiron.emitter.step import ModelModule
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, missing_and_left_over
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
-from castiron.pipelines.compile.weights import pack_parameter
+from castiron.pipelines.compile.weight_codecs import pack_parameter
 from castiron.reference import hf, interpreter
 from castiron.reference.tiny import tiny_model
 

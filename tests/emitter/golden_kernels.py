@@ -12,7 +12,7 @@ import shlex
 from pathlib import Path
 
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.pipelines.compile.parts import named_kernel
+from castiron.pipelines.compile.named_kernel import named_kernel
 
 FOLDER = Path(__file__).parent / "golden"
 MAX_LINES, HEAD, TAIL = 60, 40, 15  # lines

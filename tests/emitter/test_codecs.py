@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from castiron.emitter.codecs import CODECS, dequantise, row_bytes, with_scale
 from castiron.emitter.finite import are_finite
 from castiron.emitter.iq_blocks import grid
-from castiron.pipelines.checkpoints.gguf_file import GGML_TYPE
+from castiron.pipelines.checkpoints.gguf.gguf_file import GGML_TYPE
 
 gguf = pytest.importorskip("gguf")
 BLOCKED = [name for name, codec in CODECS.items() if codec.quantised]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.compile.parts import KINDS
+from castiron.pipelines.compile.named_kernel import KINDS
 from tests.emitter.golden_kernels import FOLDER, INSTANCES, golden, kernel, kind
 
 

@@ -10,9 +10,9 @@ import pytest
 
 import castiron
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.compile.compiler import compile_model
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.compile.open_model import cached_path
-from castiron.pipelines.compile.options import Options
 from castiron.pipelines.engine import draft as drafting
 from castiron.pipelines.engine.draft import Draft, Guess
 from castiron.pipelines.engine.engine import Engine

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.engine import memory
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.manifest import WEIGHTS

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.engine import speculation
 from castiron.pipelines.engine.draft import MAX_MATCH, MIN_MATCH, Ngrams
 from castiron.pipelines.engine.engine import Engine

@@ -11,9 +11,9 @@ import pytest
 
 from castiron.emitter.kernels.mlir.isa import ISAS
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.compile import compiler as compiling
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile import compile_model as compiling
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.evaluate import perplexity
 from castiron.pipelines.evaluate.perplexity import bundle_logits, chunks_of
 from castiron.vmfb.bundle import open_bundle

@@ -13,7 +13,7 @@ from castiron.emitter.kernels.mlir.isa import ISAS
 from castiron.emitter.kernels.mlir.matrix import DEPTH
 from castiron.emitter.printer import print_module
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.compile.parts import kernel_module
+from castiron.pipelines.compile.named_kernel import kernel_module
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate import bench_engines as bench
 from castiron.pipelines.evaluate.bench import Workload, ratios, summarise

@@ -9,7 +9,7 @@ import pytest
 
 from castiron.emitter.kernels.weights.packing import unpack
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.compile.parts import KINDS
+from castiron.pipelines.compile.named_kernel import KINDS
 from castiron.pipelines.evaluate import bench_kernel, machine
 from castiron.pipelines.evaluate.machine import TimedKernel, peak_of
 from tests.cli.test_cli import complaint

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.evaluate import perplexity
 from castiron.pipelines.evaluate.perplexity import Compared, bundle_logits, chunks_of, compare_row, log_softmax
 from castiron.reference import hf

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from tests.evaluate.test_bench import FixedMachine
 from tests.support.tiny_gguf import HIDDEN, write_llama
 from tests.support.toy_text import read_json

@@ -14,7 +14,7 @@ import pytest
 
 from castiron.emitter.codecs import row_bytes
 from castiron.emitter.models import read_config
-from castiron.pipelines.checkpoints.gguf_file import GGML_TYPE
+from castiron.pipelines.checkpoints.gguf.gguf_file import GGML_TYPE
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.errors import PipelineError

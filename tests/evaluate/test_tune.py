@@ -12,7 +12,7 @@ from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import AVX2
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile import tile_store as store
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.evaluate.tune import REPEATS_TO_CONFIRM, Bench, MatmulSearch, answers, neighbours, search
 from castiron.vmfb.bundle import open_bundle
 from castiron.vmfb.cache import cache_folder

@@ -10,8 +10,8 @@ import pytest
 
 from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate import verify
 from castiron.pipelines.evaluate.verify import random_prompts, read_prompts

@@ -6,8 +6,8 @@ import functools
 import json
 from pathlib import Path
 
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.reference.tiny import tiny_model
 from castiron.vmfb.bundle import Bundle, open_bundle
 from tests.support import served

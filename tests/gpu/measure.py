@@ -18,8 +18,8 @@ from statistics import median
 
 import numpy as np
 
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.evaluate import random_checkpoint
 from castiron.vmfb.batch import Batch
 from castiron.vmfb.bundle import open_bundle

@@ -24,11 +24,11 @@ from random import Random
 import llama_cpp
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from castiron.pipelines.checkpoints import gguf_special_tokens
-from castiron.pipelines.checkpoints.gguf_file import GgufFile, read_gguf
-from castiron.pipelines.checkpoints.gguf_pre_tokenizers import PRE_TOKENIZERS
-from castiron.pipelines.checkpoints.gguf_special_tokens import eos_token_ids
-from castiron.pipelines.checkpoints.gguf_tokenizer import SPACE, tokenizer_json
+from castiron.pipelines.checkpoints.gguf import vocabulary as special_tokens
+from castiron.pipelines.checkpoints.gguf.gguf_file import GgufFile, read_gguf
+from castiron.pipelines.checkpoints.gguf.tokenizer_json import SPACE, tokenizer_json
+from castiron.pipelines.checkpoints.gguf.vocabulary import eos_token_ids
+from castiron.pipelines.checkpoints.pre_tokenizers import PRE_TOKENIZERS
 from tests.models.checkpoints import DOWNLOADS, archive
 from tests.models.test_real_vocabularies import IDS, digests_of, texts_for, vocabularies
 from tests.support import llama_cpp_texts as made
@@ -122,7 +122,7 @@ def record() -> None:
     names = names_in_source()
     results: dict[str, list[list[int] | None]] = {}
     headers = []
-    groups = [*map(list, gguf_special_tokens._FIM_TEXTS.values()), *([text] for text in gguf_special_tokens._END_TEXTS)]
+    groups = [*map(list, special_tokens._FIM_TEXTS.values()), *([text] for text in special_tokens._END_TEXTS)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name in [*names, None]:
@@ -194,7 +194,7 @@ def compare(count: int = 400, specs: int = 1000) -> None:
                     result = compared(made.gguf_of(metadata), vocabulary, made.texts(Random(name), count), name)
                     add("values of tokenizer.ggml.pre", result)
         random = Random(2)
-        groups = [*map(list, gguf_special_tokens._FIM_TEXTS.values()), *([text] for text in gguf_special_tokens._END_TEXTS)]
+        groups = [*map(list, special_tokens._FIM_TEXTS.values()), *([text] for text in special_tokens._END_TEXTS)]
         for _ in range(specs):
             spec = made.random_spec(random, groups, made.OTHERS)
             texts = [text for text in made.texts(random, 40, [text for text, _ in spec["special"]]) if text.isascii()]

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from castiron.pipelines.checkpoints.gguf_file import GgufFile, read_gguf
-from castiron.pipelines.checkpoints.gguf_special_tokens import eos_token_ids
-from castiron.pipelines.checkpoints.gguf_tokenizer import tokenizer_json
+from castiron.pipelines.checkpoints.gguf.gguf_file import GgufFile, read_gguf
+from castiron.pipelines.checkpoints.gguf.tokenizer_json import tokenizer_json
+from castiron.pipelines.checkpoints.gguf.vocabulary import eos_token_ids
 from castiron.pipelines.text.lazy_tokenizer import LazyTokenizer
 from castiron.vmfb.archive import Part
 from castiron.vmfb.token_table import table_of

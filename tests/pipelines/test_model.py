@@ -21,8 +21,8 @@ import castiron
 from castiron.pipelines import model as model_file
 from castiron.pipelines.cli.main import command_parser
 from castiron.pipelines.cli.options import compile_options
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.compile.open_model import cached_path, open_or_compile, options_of
-from castiron.pipelines.compile.options import Options
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.reference import tiny

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 import castiron
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.errors import error_message
 from castiron.pipelines.model import GenerationOptions
 from castiron.vmfb.compiler import CompileError
@@ -35,7 +35,7 @@ def here(folder, monkeypatch):
 
     monkeypatch.chdir(folder)
     monkeypatch.setenv("CASTIRON_CACHE", str(folder / "cache"))
-    monkeypatch.setattr("castiron.pipelines.compile.compiler.compile_modules", stop)
+    monkeypatch.setattr("castiron.pipelines.compile.compile_model.compile_modules", stop)
 
 
 def walk(call) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.server import exchange
 from castiron.pipelines.server.app import open_app
 from castiron.pipelines.server.exchange import EventStream

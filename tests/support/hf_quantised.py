@@ -1,6 +1,6 @@
 """Checkpoints in the layouts of HF's quantisation methods, beside their dequantised weights.
 
-The packing is written from the sources that `pipelines.checkpoints.hf_quantised` names, and apart
+The packing is written from the sources that `pipelines.checkpoints.hf.quantised_weights` names, and apart
 from that module: each scheme returns the tensors of a layer and the weight in f32.
 """
 

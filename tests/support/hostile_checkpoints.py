@@ -26,8 +26,8 @@ from castiron.emitter.models import read_config
 from castiron.emitter.printer import print_module
 from castiron.pipelines.checkpoints.checkpoint import check_tokenizer, validate
 from castiron.pipelines.compile.build_model import build_model, open_source
-from castiron.pipelines.compile.options import Options
-from castiron.pipelines.compile.weights import pack_parameter
+from castiron.pipelines.compile.compile_options import Options
+from castiron.pipelines.compile.weight_codecs import pack_parameter
 from tests.support.hostile import REJECTED, fine, limited
 from tests.support.hostile_mutants import mutant, source_of
 from tests.support.valid_checkpoints import ADAPTER, write_beside, write_valid

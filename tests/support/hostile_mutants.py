@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from castiron.pipelines.checkpoints.gguf_file import read_gguf
+from castiron.pipelines.checkpoints.gguf.gguf_file import read_gguf
 from tests.support.tiny_gguf import entry, raw_gguf, string, tensor_info
 from tests.support.valid_checkpoints import BESIDE
 

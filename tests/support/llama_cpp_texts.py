@@ -10,8 +10,8 @@ from random import Random
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-from castiron.pipelines.checkpoints.gguf_file import GgufFile, as_read
-from castiron.pipelines.checkpoints.gguf_pre_tokenizers import PRE_TOKENIZERS
+from castiron.pipelines.checkpoints.gguf.gguf_file import GgufFile, as_read
+from castiron.pipelines.checkpoints.pre_tokenizers import PRE_TOKENIZERS
 
 # What llama.cpp-python's version of llama.cpp gave; `python -m tests.models.llama_cpp_vocabularies record` writes it.
 RECORDED = Path(__file__).with_name("llama_cpp_tokens.json")

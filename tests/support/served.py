@@ -20,8 +20,8 @@ from types import MappingProxyType
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
 from castiron.reference import tiny
 from castiron.vmfb.bundle import open_bundle

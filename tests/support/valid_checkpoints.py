@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig
 
 from castiron.emitter.models import build
-from castiron.pipelines.checkpoints.encoding_files import HEADS
+from castiron.pipelines.checkpoints.hf.encoding_files import HEADS
 from castiron.reference.tiny import COMMON, FAMILIES
 from tests.support.hf_to_gguf import convert
 from tests.support.tiny_gguf import LLAMA_SIZES, llama_tensors, write_gguf

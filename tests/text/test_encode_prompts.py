@@ -12,7 +12,7 @@ import pytest
 from castiron.pipelines.checkpoints.catalogue import CATALOGUE
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.cli import run
-from castiron.pipelines.compile import compiler
+from castiron.pipelines.compile import compile_model
 from tests.support import served, toy_text
 from tests.support.toy_text import read_json
 
@@ -113,7 +113,7 @@ def test_run_fetches_and_compiles_a_catalogue_name(checkpoint, tmp_path, monkeyp
         asked.append(model)
         return checkpoint
 
-    monkeypatch.setattr(compiler, "find_checkpoint", found)
+    monkeypatch.setattr(compile_model, "find_checkpoint", found)
     monkeypatch.chdir(tmp_path)
     name = next(iter(CATALOGUE))
     assert cli.main(["run", name, "hi", "-n", "2", "--ignore-eos", "--json"]) == 0

@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from castiron.pipelines import evaluate
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text import lazy_tokenizer
 from castiron.pipelines.text.lazy_tokenizer import LazyTokenizer

@@ -15,8 +15,8 @@ import castiron
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import open_app
 from tests.support import encoders, rerankers, served

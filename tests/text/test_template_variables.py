@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.text.chat_template import variables_of
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
 from castiron.pipelines.text.tool_formats import ToolFormat

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.reference.tiny import tiny_model
 from castiron.vmfb.bundle import Bundle, open_bundle
 from castiron.vmfb.drivers import DeviceError, devices_of

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.evaluate import random_checkpoint
 from castiron.reference.tiny import tiny_model
 from castiron.vmfb import device_program, drivers, targets

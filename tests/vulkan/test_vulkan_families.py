@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from castiron.emitter.models import FAMILIES
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.reference import hf
 from castiron.vmfb.session import Session
 from tests.emitter.family_harness import LENGTH, pair, prompt

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import castiron
-from castiron.pipelines.compile.compiler import compile_model
-from castiron.pipelines.compile.options import Options
+from castiron.pipelines.compile.compile_model import compile_model
+from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.text.generation import Stream
 from castiron.pipelines.text.text_output import text_request

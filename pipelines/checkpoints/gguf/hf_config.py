@@ -7,14 +7,20 @@ from collections.abc import Mapping
 
 from castiron.emitter.pooling import Dense, Pooling
 from castiron.emitter.shorten import shorten_list, shorten_text
-from castiron.pipelines.checkpoints import gguf_rules
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Encoding, reject_impossible_sizes
-from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES, DEEPSEEK2, MIXTRAL, OLMO3, architecture_names
-from castiron.pipelines.checkpoints.gguf_deepseek2 import chooses_by_sigmoid
-from castiron.pipelines.checkpoints.gguf_file import GgufFile
-from castiron.pipelines.checkpoints.gguf_metadata import Architecture, Metadata, architecture_name
-from castiron.pipelines.checkpoints.gguf_rules import head_dim
-from castiron.pipelines.checkpoints.gguf_special_tokens import Vocabulary
+from castiron.pipelines.checkpoints.gguf import config_rules
+from castiron.pipelines.checkpoints.gguf.architectures import (
+    ARCHITECTURES,
+    DEEPSEEK2,
+    MIXTRAL,
+    OLMO3,
+    Architecture,
+    architecture_names,
+)
+from castiron.pipelines.checkpoints.gguf.config_rules import head_dim
+from castiron.pipelines.checkpoints.gguf.gguf_file import GgufFile
+from castiron.pipelines.checkpoints.gguf.metadata import Metadata, architecture_name
+from castiron.pipelines.checkpoints.gguf.vocabulary import Vocabulary
 
 # llama.cpp's default base of rotary embeddings.
 _ROPE_BASE = 10000.0
@@ -40,10 +46,16 @@ _LAST_N, _ALL = 64, -1
 _MAX_OPTION = 2**31
 
 
+# By value of llama.cpp's enum llama_expert_gating_func_type.
+_GATING = {1: "softmax", 2: "sigmoid"}
+# Layers and tokens of GLM-4.7-Flash, whose first files have no key for the function, like those of DeepSeek V2.
+_GLM_SIZES = (47, 154880)
+
+
 def architecture_of(file: GgufFile) -> Architecture:
     """Return the rules that convert this file's architecture to HF's config and tensor names."""
     name = architecture_name(file)
-    softmax = name == "deepseek2" and not chooses_by_sigmoid(file)
+    softmax = name == "deepseek2" and not _chooses_by_sigmoid(file)
     experts = file.metadata.get("llama.expert_count")
     special = {
         "llama": MIXTRAL if isinstance(experts, int) and experts else None,
@@ -55,6 +67,16 @@ def architecture_of(file: GgufFile) -> Architecture:
         known = shorten_list(architecture_names(), max_length=150)
         raise CheckpointError(f"{file.path} has the unsupported architecture {shorten_text(name, 60)}; supported are {known}")
     return row
+
+
+def _chooses_by_sigmoid(file: GgufFile) -> bool:
+    """Return whether a deepseek2 model chooses experts by a sigmoid instead of a softmax."""
+    metadata, embedding = Metadata(file), file.tensors.get("token_embd.weight")
+    is_glm = embedding is not None and (metadata.integer("block_count"), embedding.shape[0]) == _GLM_SIZES
+    gating = metadata.integer("expert_gating_func", 0) or (2 if is_glm else 1)
+    if gating not in _GATING:
+        raise metadata.invalid("expert_gating_func", " or ".join(f"{n} ({name})" for n, name in _GATING.items()))
+    return _GATING[gating] == "sigmoid"
 
 
 def encoding_of(file: GgufFile) -> Encoding | None:
@@ -90,7 +112,7 @@ def hf_config(file: GgufFile) -> dict:
         if type(stated) is not type(value) or stated != value:
             raise metadata.invalid(key, f"{value}, the only value supported")
     for rule in row.rules:
-        getattr(gguf_rules, rule)(config, metadata)
+        getattr(config_rules, rule)(config, metadata)
     # Check again, because rules set sizes too.
     reject_impossible_sizes(file.path, config, shapes)
     roles = Vocabulary(file).role_ids()

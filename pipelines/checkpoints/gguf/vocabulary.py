@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from castiron.pipelines.checkpoints.gguf_file import GgufFile
-from castiron.pipelines.checkpoints.gguf_metadata import Metadata
+from castiron.pipelines.checkpoints.gguf.gguf_file import GgufFile
+from castiron.pipelines.checkpoints.gguf.metadata import Metadata
 
 PREFIX = "tokenizer.ggml."
 # llama.cpp's llama_token_type.

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from castiron.emitter.shorten import shorten, shorten_text
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-from castiron.pipelines.checkpoints.quantised_parts import weights_of
 
 METHODS = ("auto-round", "awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4")
 # Other names of these methods.
@@ -42,6 +41,18 @@ _DESCRIBED = (
     *("packing_format", "quant_algo", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
     *("format", "num_bits", "type", "strategy", "symmetric", "actorder"),
 )
+
+
+def weights_of(config: Mapping) -> Mapping:
+    """Return how compressed-tensors quantised the weights: their bits, group size and so on.
+
+    config: the quantization_config. The result is the entry `weights` of its first config group; {}
+    for other quantisation methods.
+    """
+    groups = config.get("config_groups")
+    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+    weights = first.get("weights") if isinstance(first, dict) else None
+    return weights if isinstance(weights, dict) else {}
 
 
 def describe(config: Mapping) -> str:

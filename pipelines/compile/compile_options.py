@@ -13,7 +13,7 @@ from castiron.emitter.lowering import LOWERINGS
 from castiron.emitter.models import read_config
 from castiron.emitter.shorten import shorten
 from castiron.emitter.types import EmitError
-from castiron.pipelines.compile.weights import QUANTISED, WEIGHTS
+from castiron.pipelines.compile.weight_codecs import QUANTISED, WEIGHTS
 from castiron.vmfb.cpu import physical_cores
 from castiron.vmfb.targets import is_gpu
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from castiron.emitter.models import family
 from castiron.emitter.shorten import shorten, shorten_list, shorten_text
-from castiron.pipelines.checkpoints import encoding_files, hf_tokenizer
 from castiron.pipelines.checkpoints.checkpoint import (
     EMBEDDINGS,
     HEAD,
@@ -18,15 +17,17 @@ from castiron.pipelines.checkpoints.checkpoint import (
     without,
     without_shared,
 )
-from castiron.pipelines.checkpoints.encoding_files import (
+from castiron.pipelines.checkpoints.column_order import column_orders
+from castiron.pipelines.checkpoints.hf import encoding_files, tokenizer_files
+from castiron.pipelines.checkpoints.hf.encoding_files import (
     read_classifier,
     read_encoding,
     read_token_reranker,
     reranker_template,
 )
-from castiron.pipelines.checkpoints.hf_files import PART_TYPES, json_object, read_safetensors, unsupported_type
-from castiron.pipelines.checkpoints.hf_quantised import quantised_weights
-from castiron.pipelines.checkpoints.hf_tensors import (
+from castiron.pipelines.checkpoints.hf.quantised_weights import quantised_weights
+from castiron.pipelines.checkpoints.hf.read_files import PART_TYPES, json_object, read_safetensors, unsupported_type
+from castiron.pipelines.checkpoints.hf.tensor_layouts import (
     TEXT_PARTS,
     base_names,
     family_tensors,
@@ -34,14 +35,13 @@ from castiron.pipelines.checkpoints.hf_tensors import (
     text_tensors,
     with_embedding,
 )
-from castiron.pipelines.checkpoints.hf_tokenizer import HfTokenizer, read_tokenizer
-from castiron.pipelines.checkpoints.quantised_parts import column_orders
+from castiron.pipelines.checkpoints.hf.tokenizer_files import HfTokenizer, read_tokenizer
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MODELOPT = "hf_quant_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The files that `open_hf_directory` opens, except those that other files list; * is any name in a folder.
-_SMALL_FILES = (CONFIG, GENERATION, MODELOPT, INDEX, *hf_tokenizer.FILES, *encoding_files.FILES)
+_SMALL_FILES = (CONFIG, GENERATION, MODELOPT, INDEX, *tokenizer_files.FILES, *encoding_files.FILES)
 # Max bytes of a file name.
 _MAX_NAME = 255
 

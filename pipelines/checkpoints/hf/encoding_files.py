@@ -14,7 +14,7 @@ from castiron.emitter.models import ENCODERS
 from castiron.emitter.pooling import Dense, Pooling
 from castiron.emitter.shorten import shorten, shorten_list, shorten_text
 from castiron.pipelines.checkpoints.checkpoint import EMBEDDINGS, HEAD, CheckpointError, Encoding, Tensor
-from castiron.pipelines.checkpoints.hf_files import json_object, json_value, read_safetensors
+from castiron.pipelines.checkpoints.hf.read_files import json_object, json_value, read_safetensors
 
 MODULES = "modules.json"
 _PROMPTS, _LIMITS = "config_sentence_transformers.json", "sentence_*_config.json"

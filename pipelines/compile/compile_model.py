@@ -22,15 +22,15 @@ from castiron.emitter.printer import print_layers, print_module
 from castiron.emitter.step import ModelModule
 from castiron.pipelines.checkpoints.adapter import adapter_sha256
 from castiron.pipelines.checkpoints.checkpoint import check_tokenizer, validate
-from castiron.pipelines.checkpoints.encoding_files import MODULES
+from castiron.pipelines.checkpoints.hf.encoding_files import MODULES
 from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, find_checkpoint
 from castiron.pipelines.compile.build_model import build_model, build_module, open_source
 from castiron.pipelines.compile.bundle_manifest import manifest_of
 from castiron.pipelines.compile.calibration import calibrate, text_sha256
-from castiron.pipelines.compile.known_answer import decode_on_cpu, make_probes
-from castiron.pipelines.compile.options import Options, Progress
+from castiron.pipelines.compile.compile_options import Options, Progress
+from castiron.pipelines.compile.gpu_probes import decode_on_cpu, make_probes
 from castiron.pipelines.compile.tile_store import TileFields, tuned_tiles
-from castiron.pipelines.compile.weights import write_parameters
+from castiron.pipelines.compile.weight_codecs import write_parameters
 from castiron.pipelines.files import BUNDLE_SOURCES, require_free_space, sources_hash
 from castiron.pipelines.locate import parts_of
 from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle

@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from castiron.emitter.shorten import shorten, shorten_text
-from castiron.pipelines.checkpoints import chat_templates
+from castiron.pipelines.checkpoints.chat_templates import join_templates
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-from castiron.pipelines.checkpoints.gguf_pre_tokenizers import PRE_TOKENIZERS
-from castiron.pipelines.checkpoints.hf_files import json_object, text_of
+from castiron.pipelines.checkpoints.hf.read_files import json_object, text_of
+from castiron.pipelines.checkpoints.pre_tokenizers import PRE_TOKENIZERS
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 _SPECIAL, _ADDED, _VOCAB, _MERGES = "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"
+_TEMPLATE, _OLD_TEMPLATE, _TEMPLATES = "chat_template.jinja", "chat_template.json", "additional_chat_templates"
 # Vocabularies that castiron cannot read.
 _UNREAD = ("tokenizer.model", "tekken.json", "tiktoken.model", "spiece.model", _VOCAB)
-# The files that `read_tokenizer` opens.
-FILES = (TOKENIZER, TOKENIZER_CONFIG, _SPECIAL, _ADDED, _VOCAB, _MERGES, *chat_templates.FILES)
+# The files that `read_tokenizer` opens; * is any name.
+FILES = (TOKENIZER, TOKENIZER_CONFIG, _SPECIAL, _ADDED, _VOCAB, _MERGES, _TEMPLATE, _OLD_TEMPLATE, f"{_TEMPLATES}/*.jinja")
 
 # The special tokens that every tokenizer class of transformers knows.
 NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -115,7 +116,7 @@ def read_tokenizer(path: Path, config: Mapping[str, Any]) -> HfTokenizer:
     read them.
     """
     fields = json_object(path / TOKENIZER_CONFIG) or {}
-    template = chat_templates.read_chat_template(path, fields)
+    template = read_chat_template(path, fields)
     content = json_object(path / TOKENIZER)
     kind = _class_of(fields, config, content)
     if content is None and (content := _from_vocabulary(path, kind, fields)) is None:
@@ -142,6 +143,27 @@ def read_tokenizer(path: Path, config: Mapping[str, Any]) -> HfTokenizer:
     if not (path / TOKENIZER).exists():
         content["post_processor"] = _post_processor(found, fields)
     return found
+
+
+def read_chat_template(path: Path, fields: Mapping[str, Any]) -> str | None:
+    """Return the chat template of the directory `path`, see `join_templates`; None if it has none.
+
+    As in transformers, template files replace those in tokenizer_config.json, and a template named
+    `tool_use` is for requests with tools. fields: the content of tokenizer_config.json.
+    """
+    templates = {"default": text_of(path / _TEMPLATE)}
+    templates |= {file.stem: text_of(file) for file in sorted((path / _TEMPLATES).glob("*.jinja"))}
+    if not any(templates.values()):
+        templates = _templates_of(fields.get("chat_template"))
+    if not any(templates.values()):
+        templates = _templates_of((json_object(path / _OLD_TEMPLATE) or {}).get("chat_template"))
+    return join_templates(templates.get("default"), templates.get("tool_use"))
+
+
+def _templates_of(value: Any) -> dict[str, Any]:
+    if isinstance(value, list):
+        return {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+    return value if isinstance(value, dict) else {"default": value}
 
 
 def _rows(config: Mapping) -> float:

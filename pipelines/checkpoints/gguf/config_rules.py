@@ -1,4 +1,4 @@
-"""Functions that set HF config values which the table in gguf_architectures cannot express.
+"""Functions that set HF config values which the table in architectures.py cannot express.
 
 The table refers to these functions as rules. A rule modifies the config according to the metadata
 of the GGUF file. Sources: llama.cpp's converter and src/models; HF's config classes and
@@ -9,10 +9,8 @@ import math
 
 import numpy as np
 
-from castiron.pipelines.checkpoints.gguf_deepseek2 import latent_attention as latent_attention
-from castiron.pipelines.checkpoints.gguf_deepseek2 import latent_experts as latent_experts
-from castiron.pipelines.checkpoints.gguf_deepseek2 import latent_yarn as latent_yarn
-from castiron.pipelines.checkpoints.gguf_metadata import PERIOD, Metadata
+from castiron.pipelines.checkpoints.gguf.architectures import PERIOD
+from castiron.pipelines.checkpoints.gguf.metadata import Metadata
 
 _PERIOD = 4  # llama.cpp's default: every fourth layer has full attention, or no rotary embedding
 _LOCAL_ROPE_BASE = 10000.0  # llama.cpp's default for Gemma 4
@@ -393,3 +391,49 @@ def stablelm_residual(config: dict, metadata: Metadata) -> None:
     """Set StableLM's `use_parallel_residual`: true if a block has one norm, false if it has two."""
     metadata.get("use_parallel_residual")  # repeats what the tensors show
     config["use_parallel_residual"] = not metadata.has(0, "ffn_norm.weight")
+
+
+def latent_attention(config: dict, metadata: Metadata) -> None:
+    """Set the config's head sizes for the latent attention (MLA) of DeepSeek V2 and V3.
+
+    They are read from the metadata keys attention.key_length_mla and attention.value_length_mla.
+    In older files, which lack these keys, they are in attention.key_length and
+    attention.value_length.
+    """
+    rotated, latent = metadata.required("rope.dimension_count"), metadata.required("attention.kv_lora_rank")
+    key, value = (metadata.integer(f"attention.{side}_length") for side in ("key", "value"))
+    own = [metadata.integer(f"attention.{side}_length_mla") for side in ("key", "value")]
+    if any(own):
+        for side, size, expected in (("key", key, latent + rotated), ("value", value, latent)):
+            if size != expected:
+                wanted = f"{expected}, which attention.kv_lora_rank {latent} requires"
+                raise metadata.invalid(f"attention.{side}_length", wanted)
+        key, value = own
+    if not key or not value or key <= rotated:
+        raise metadata.error(
+            f"invalid size of keys or values in a head: {key or 0} and {value or 0}; keys must have more "
+            f"than {rotated} features (rope.dimension_count) and values more than 0, so download the file "
+            "again"
+        )
+    config |= {"qk_nope_head_dim": key - rotated, "v_head_dim": value, "head_dim": rotated}
+    config["num_key_value_heads"] = config["num_attention_heads"]
+
+
+def latent_experts(config: dict, metadata: Metadata) -> None:
+    """Set the config's options for choosing experts in DeepSeek V2 and V3.
+
+    These are `norm_topk_prob` (whether the weights of the chosen experts are normalised) and, for
+    DeepSeek V2, `topk_method` (whether experts are chosen in groups).
+    """
+    metadata.get("expert_gating_func")  # chooses_by_sigmoid reads it
+    config["norm_topk_prob"] = metadata.flag("expert_weights_norm", False)
+    if config["model_type"] == "deepseek_v2":
+        config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
+
+
+def latent_yarn(config: dict, metadata: Metadata) -> None:
+    """Set `mscale` and `mscale_all_dim` of DeepSeek V2 and V3 in the config's `rope_scaling`."""
+    tenth = metadata.real("rope.scaling.yarn_log_multiplier")
+    if tenth is not None and config.get("rope_scaling", {}).get("rope_type") == "yarn":
+        # The converter multiplies by 0.1. Round off what f32 adds.
+        config["rope_scaling"] |= dict.fromkeys(("mscale", "mscale_all_dim"), float(f"{tenth * 10:.6g}"))

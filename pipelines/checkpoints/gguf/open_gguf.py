@@ -16,14 +16,13 @@ from castiron.emitter.codecs import CODECS, with_scale
 from castiron.emitter.shorten import shorten, shorten_text
 from castiron.pipelines.checkpoints.chat_templates import join_templates
 from castiron.pipelines.checkpoints.checkpoint import HEAD, Checkpoint, CheckpointError, Tensor, without, without_shared
-from castiron.pipelines.checkpoints.gguf_config import architecture_of, encoding_of, hf_config, sampling_config
-from castiron.pipelines.checkpoints.gguf_deepseek2 import joined_key_values
-from castiron.pipelines.checkpoints.gguf_file import GgufFile, read_gguf
-from castiron.pipelines.checkpoints.gguf_metadata import Architecture
-from castiron.pipelines.checkpoints.gguf_rules import RULES_OF_ROPE_TENSOR
-from castiron.pipelines.checkpoints.gguf_special_tokens import eos_token_ids, fim_token_ids, special_tokens
-from castiron.pipelines.checkpoints.gguf_tokenizer import lacks_pre_tokenizer, tokenizer_json
-from castiron.pipelines.checkpoints.quantised_parts import ORDER, column_orders
+from castiron.pipelines.checkpoints.column_order import ORDER, column_orders
+from castiron.pipelines.checkpoints.gguf.architectures import Architecture
+from castiron.pipelines.checkpoints.gguf.config_rules import RULES_OF_ROPE_TENSOR
+from castiron.pipelines.checkpoints.gguf.gguf_file import GgufFile, read_gguf
+from castiron.pipelines.checkpoints.gguf.hf_config import architecture_of, encoding_of, hf_config, sampling_config
+from castiron.pipelines.checkpoints.gguf.tokenizer_json import lacks_pre_tokenizer, tokenizer_json
+from castiron.pipelines.checkpoints.gguf.vocabulary import eos_token_ids, fim_token_ids, special_tokens
 from castiron.pipelines.terminal import print_message
 
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(.+)")
@@ -148,7 +147,7 @@ def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> I
             absent = f"blk.{layer}.{leaves[0] if keys is None else leaves[1]}.{suffix}"
             raise CheckpointError(f"{file.path} has {shorten_text(tensor.name)} without {absent}; download the file again")
         if leaf == leaves[0]:
-            yield joined_key_values(file, keys, values, f"{prefix}{row.absorbed[leaves]}.{suffix}")
+            yield _joined_key_values(file, keys, values, f"{prefix}{row.absorbed[leaves]}.{suffix}")
     elif layer and leaf in row.grouped:
         parts = key_head_parts(config, row.grouped[leaf])
         if tensor.shape[0] != (rows := sum(map(len, parts.values()))):
@@ -216,6 +215,30 @@ def _joined(file: GgufFile, parts: list[Tensor], name: str) -> Tensor:
 
     codec = parts[0].codec if len(codecs) == 1 else "f32"
     return Tensor(name, (sum(part.shape[0] for part in parts), parts[0].shape[1]), codec, parts[0].name, read)
+
+
+def _joined_key_values(file: GgufFile, keys: Tensor, values: Tensor, name: str) -> Tensor:
+    """Join the key and value matrices of latent attention (MLA) to HF's `kv_b_proj`.
+
+    keys: [heads, latent, k]; k is the size of a key in one head.
+    values: [heads, v, latent]; v is the size of a value in one head.
+    name: HF's name of the result, which is [heads * (k + v), latent].
+
+    Quantised matrices are converted to f32, because a quantised block of `keys` spans several rows
+    of the result.
+    """
+    if (len(keys.shape), len(values.shape)) != (3, 3) or keys.shape[:2] != values.shape[::2]:
+        k, v = (f"{shorten_text(tensor.source)} {list(tensor.shape)}" for tensor in (keys, values))
+        raise CheckpointError(f"{file.path}: the shapes of {k} and {v} do not fit each other; download the file again")
+    (heads, latent, key), value = keys.shape, values.shape[1]
+    codec = keys.codec if keys.codec == values.codec and not CODECS[keys.codec].quantised else "f32"
+
+    def read() -> np.ndarray:
+        both = [t.data if codec == t.codec else t.dequantise().view(np.uint8) for t in (keys, values)]
+        k, v = (part.reshape(*part.shape[:2], -1, CODECS[codec].block_bytes) for part in both)
+        return np.concatenate([k.swapaxes(1, 2), v], 1).reshape(heads * (key + value), -1)
+
+    return Tensor(name, (heads * (key + value), latent), codec, values.name, read)
 
 
 def value_head_order(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from castiron.emitter.shorten import shorten, shorten_list
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
-from castiron.pipelines.checkpoints.gguf_file import GgufFile
-from castiron.pipelines.checkpoints.gguf_pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
-from castiron.pipelines.checkpoints.gguf_special_tokens import Vocabulary, added_tokens
+from castiron.pipelines.checkpoints.gguf.gguf_file import GgufFile
+from castiron.pipelines.checkpoints.gguf.vocabulary import Vocabulary, added_tokens
+from castiron.pipelines.checkpoints.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
 
 SPACE = "\u2581"
 # Max sum of the tokens' squared lengths, which bounds the memory for all splits of tokens (Gemma: 2e7).

@@ -12,7 +12,7 @@ from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor, i
 from castiron.pipelines.files import MAX_BYTES, has_too_many_values, read_regular
 
 CODEC_OF_DTYPE = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-# Types of parts of quantised weights, which `hf_tensors` and `hf_quantised` convert. Until then, they are a tensor's codec.
+# Types of the parts of quantised weights, which other modules convert. Until then, they are a tensor's codec.
 PART_TYPES = ("U8", "I8", "I32", "I64", "F8_E4M3")
 # Max nesting of values in JSON files of fewer than _LARGE characters.
 _LARGE, _MAX_DEPTH = 1_000_000, 50

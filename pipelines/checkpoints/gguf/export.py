@@ -16,15 +16,14 @@ import numpy as np
 
 from castiron.emitter.models import read_config
 from castiron.pipelines.checkpoints.checkpoint import HEAD, SAMPLE, Checkpoint, CheckpointError, Tensor, tokenizer_of
-from castiron.pipelines.checkpoints.gguf_architectures import ARCHITECTURES
-from castiron.pipelines.checkpoints.gguf_checkpoint import value_head_order
-from castiron.pipelines.checkpoints.gguf_config import hf_config
-from castiron.pipelines.checkpoints.gguf_file import GgufFile, Value, as_read
-from castiron.pipelines.checkpoints.gguf_metadata import Architecture
-from castiron.pipelines.checkpoints.gguf_pre_tokenizers import PRE_TOKENIZERS
-from castiron.pipelines.checkpoints.gguf_rules import head_dim, llama3_factors
-from castiron.pipelines.checkpoints.gguf_special_tokens import TEMPLATE_NAMES, eos_token_ids
-from castiron.pipelines.checkpoints.gguf_tokenizer import SPACE, tokenizer_json
+from castiron.pipelines.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
+from castiron.pipelines.checkpoints.gguf.config_rules import head_dim, llama3_factors
+from castiron.pipelines.checkpoints.gguf.gguf_file import GgufFile, Value, as_read
+from castiron.pipelines.checkpoints.gguf.hf_config import hf_config
+from castiron.pipelines.checkpoints.gguf.open_gguf import value_head_order
+from castiron.pipelines.checkpoints.gguf.tokenizer_json import SPACE, tokenizer_json
+from castiron.pipelines.checkpoints.gguf.vocabulary import TEMPLATE_NAMES, eos_token_ids
+from castiron.pipelines.checkpoints.pre_tokenizers import PRE_TOKENIZERS
 
 # Model types that llama.cpp converts to the architecture of another type.
 _SAME_AS = {"mistral": "llama"}

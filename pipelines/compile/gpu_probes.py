@@ -23,8 +23,8 @@ from castiron.emitter.quantise import convert
 from castiron.emitter.step import ModelModule, Weight
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint
 from castiron.pipelines.compile.build_model import build_module
-from castiron.pipelines.compile.options import Options
-from castiron.pipelines.compile.weights import Importance, codecs_of, write_parameters
+from castiron.pipelines.compile.compile_options import Options
+from castiron.pipelines.compile.weight_codecs import Importance, codecs_of, write_parameters
 from castiron.vmfb.archive import Part
 from castiron.vmfb.compiler import compile_mlir
 from castiron.vmfb.cpu import physical_cores

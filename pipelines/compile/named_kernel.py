@@ -1,16 +1,14 @@
-"""Extract a part of a model for `castiron emit`: a function or a layer; or make a single kernel."""
+"""Make a single kernel by its name, for `castiron emit --kernel` and `castiron bench --kernel`."""
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from castiron.emitter import ops
 from castiron.emitter.codecs import codec_of
-from castiron.emitter.ir import Graph, Module, Op, Value, append, current_function, parameter, scope
+from castiron.emitter.ir import Module, current_function
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.matmul import small_batch
 from castiron.emitter.kernels.matmul.selection import kernel_of, numerics_of
@@ -30,37 +28,6 @@ from castiron.emitter.types import EmitError
 from castiron.emitter.verifier import check
 from castiron.pipelines.errors import PipelineError
 
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
-
-
-def extract_function(module: Module, name: str) -> Module:
-    """Return a module with only the function `name` and the parameters that it reads."""
-    if name not in module.functions:
-        raise PipelineError(f"the model has no function {name!r}; --function takes {', '.join(module.functions)}")
-    return module.part(name)
-
-
-def extract_layer(module: Module, layer: int) -> Module:
-    """Return a module whose functions have only the operations of one layer.
-
-    Values from outside the layer become arguments. Values that are used after the layer become
-    results.
-    """
-    layers = {layer_of(op) for function in module.functions.values() for op in function.ops} - {None}
-    if layer not in layers:
-        raise PipelineError(f"the model has no layer {layer}; --layer takes 0 to {len(layers) - 1}")
-    into = Module(module.name)
-    for function in module.functions.values():
-        _restrict(module, function, layer, into)
-    check(into, LOWERED)
-    return into
-
-
-def layer_of(op: Op) -> int | None:
-    """Return the index of an operation's layer; None for an operation outside the layers."""
-    found = LAYER.search(op.path)
-    return int(found[1]) if found else None
-
 
 def kernel_module(kernel: Kernel, storage: bool = False) -> Module:
     """Return a module with a function `call` that runs the kernel once.
@@ -77,66 +44,6 @@ def kernel_module(kernel: Kernel, storage: bool = False) -> Module:
         current_function().returns({i: given[in_place[name]] for i, name in enumerate(results) if name in in_place}, **results)
     check(module, LOWERED)
     return module
-
-
-def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None:
-    block = [op for op in function.ops if layer_of(op) == layer]
-    read = {v for op in block for v in op.operands}
-    # Operations without operands are copied if the layer reads them: rotary tables, for example, are in the first layer.
-    copied = [op for op in function.ops if layer_of(op) == layer or (not op.operands and read.intersection(op.results))]
-    own = {v for op in copied for v in op.results}
-    names = _names(function)
-    arguments = {names[v]: v for op in block for v in op.operands if v not in own}
-    results = {names[v]: v for op in block for v in op.results if v in names}
-    with into.function(function.name, **{name: v.type for name, v in arguments.items()}) as inputs:
-        mapped = dict(zip(arguments.values(), inputs))
-        for op in copied:
-            with scope(op.path):
-                if op.kind == "parameter":
-                    made: tuple[Value, ...] = (parameter(module.params[op.attrs["name"]]),)
-                else:
-                    made = append(op.kind, [mapped[v] for v in op.operands], [v.type for v in op.results], op.attrs)
-                mapped.update(zip(op.results, made, strict=True))
-        storage = {i: mapped[arguments[name]] for i, name in enumerate(results) if name in arguments}
-        current_function().returns(storage, **{name: mapped[v] for name, v in results.items()})
-
-
-def _names(function: Graph) -> dict[Value, str]:
-    """Return names for the values that enter or leave a layer.
-
-    These are the inputs of `function`, and results of operations that are used outside their layer.
-    In a module of a single layer, they are arguments or results with these names.
-    """
-    readers: dict[Value, set[int | None]] = {value: {None} for value in function.outputs}
-    for op in function.ops:
-        for value in op.operands:
-            readers.setdefault(value, set()).add(layer_of(op))
-    names = {value: value.name for value in function.inputs}
-    states, count = dict(names), Counter[str]()
-    for op in function.ops:
-        for i, value in enumerate(op.results):
-            before = _updated(op, i)
-            state = states.get(before) if before else None
-            if state:
-                states[value] = state
-            if not op.operands or not readers.get(value, set()) - {layer_of(op)}:
-                continue
-            path = re.sub(r"\W", "_", op.path) or "value"
-            count[path] += not state
-            names[value] = state or (path if count[path] == 1 else f"{path}_{count[path]}")
-    return names
-
-
-def _updated(op: Op, result: int) -> Value | None:
-    """Return the operand whose buffer `op` overwrites with one of its results, or None.
-
-    result: index of the result.
-    """
-    if op.kind == "kernel":
-        kernel = op.attrs["kernel"]
-        operand = kernel.in_place.get(list(kernel.results)[result])
-        return dict(zip(kernel.tensors, op.operands, strict=True)).get(operand)
-    return op.operands[0] if op.kind == "dynamic_update_slice" else None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,119 @@
+"""Read the metadata of GGUF files with type checks."""
+
+import math
+import numbers
+
+import numpy as np
+
+from castiron.emitter.shorten import shorten
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.checkpoints.gguf.gguf_file import GgufFile
+
+# Keys that `unread` does not list, because they repeat the tensors' shapes, do not change the logits
+# of a text, or are read by `hf_config.encoding_of`.
+_SILENT_KEYS = {"vocab_size", "tensor_data_layout", "pooling_type", "expert_shared_count"}
+_SILENT_KEYS |= {"rope.scaling.finetuned", "rope.dimension_sections"}
+_SILENT_KEYS |= {f"dense_{n}_feat_{end}" for n in (2, 3) for end in ("in", "out")}
+
+
+class Metadata:
+    """Reads the metadata of a GGUF file whose keys start with a prefix, and checks their types.
+
+    The default prefix is the name of the file's architecture, such as `llama.`. The methods take
+    keys without the prefix: `context_length` for `llama.context_length`.
+    """
+
+    def __init__(self, file: GgufFile, prefix: str | None = None):
+        self.file = file
+        self.prefix = prefix or architecture_name(file) + "."
+        self._read: set[str] = set()  # `unread` lists the other keys
+
+    def error(self, message: str) -> CheckpointError:
+        """Return the error `<path of the file>: <message>`."""
+        return CheckpointError(f"{self.file.path}: {message}")
+
+    def invalid(self, key: str, wanted: str) -> CheckpointError:
+        """Return the error `<key> is <its value>, not <wanted>`; wanted: what a valid value is."""
+        value = self.get(key)
+        stated = shorten(value.tolist() if isinstance(value, np.ndarray) else value, 40)
+        return self.error(f"{self.prefix}{key} is {stated}, not {wanted}; convert the model again")
+
+    def get(self, key: str, default=None):
+        """Return the value of a key without a check; `default` if the file lacks the key."""
+        self._read.add(key)
+        return self.file.metadata.get(self.prefix + key, default)
+
+    def _typed(self, key: str, type_: type, wanted: str, default):
+        value = self.get(key, default)
+        if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
+            value = value[0].item()  # a number per layer, all equal
+        if value is not None and (not isinstance(value, type_) or (isinstance(value, bool) and type_ is not bool)):
+            raise self.invalid(key, wanted)
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int | None:
+        """Return the non-negative integer under a key; `default` if the file lacks the key.
+
+        An array of equal integers counts as one integer.
+        """
+        value = self._typed(key, numbers.Integral, "an integer", default)
+        if value is not None and value < 0:
+            raise self.invalid(key, "an integer of at least 0")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float | None:
+        """Return the finite number under a key; `default` if the file lacks the key.
+
+        An array of equal numbers counts as one number.
+        """
+        value = self._typed(key, numbers.Real, "a number", default)
+        if value is not None and not math.isfinite(value):
+            raise self.invalid(key, "a finite number")
+        return None if value is None else float(value)
+
+    def string(self, key: str, default: str | None = None) -> str | None:
+        """Return the string under a key; `default` if the file lacks the key."""
+        return self._typed(key, str, "a string", default)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return the boolean under a key; `default` if the file lacks the key."""
+        return self._typed(key, bool, "true or false", default)
+
+    def required(self, key: str) -> int:
+        """Return the positive integer under a key; CheckpointError if the file lacks the key."""
+        value = self.integer(key)
+        if not value:
+            raise self.error(f"metadata key {self.prefix}{key} is {'missing' if value is None else 0}; download the file again")
+        return value
+
+    def by_layer(self, key: str) -> list[int]:
+        """Return the numbers under a key, one for each layer.
+
+        If the file has a single number, it applies to all layers.
+        """
+        blocks, stated = self.required("block_count"), self.get(key)
+        found = [stated] * blocks if isinstance(stated, int) else np.asarray(stated).tolist()
+        if not isinstance(found, list) or len(found) != blocks or not all(isinstance(n, int) and n >= 0 for n in found):
+            raise self.invalid(key, f"an integer of at least 0 for each of {blocks} blocks")
+        return found
+
+    def has(self, layer: int, leaf: str) -> bool:
+        """Return whether the file has a tensor `blk.<layer>.<leaf>`, as in `blk.0.attn_q.bias`."""
+        return f"blk.{layer}.{leaf}" in self.file.tensors
+
+    def unread(self) -> list[str]:
+        """Return the metadata keys that have not been read with `get` or another method.
+
+        A model with such keys is rejected, because they may change the logits. A few keys that need
+        no such check are not returned.
+        """
+        own = (key for key in self.file.metadata if key.startswith(self.prefix))
+        return sorted(key for key in own if key.removeprefix(self.prefix) not in self._read | _SILENT_KEYS)
+
+
+def architecture_name(file: GgufFile) -> str:
+    """Return the file's `general.architecture`; CheckpointError if it has none."""
+    name = file.metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise CheckpointError(f"{file.path} has no general.architecture; give a model's GGUF file")
+    return name
