@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from castiron.pipelines.text.tokenizer import Detokeniser as Detokeniser
     from castiron.pipelines.text.tokenizer import Tokenizer as Tokenizer
     from castiron.pipelines.text.tokenizer import load_tokenizer as load_tokenizer
-    from castiron.vmfb.bundle import Bundle as Bundle
-    from castiron.vmfb.bundle import open_bundle
-    from castiron.vmfb.compiler import CompileError as CompileError
-    from castiron.vmfb.manifest import BundleError as BundleError
-    from castiron.vmfb.program import SessionError as SessionError
-    from castiron.vmfb.session import Session as Session
+    from castiron.vmfb.bundle.bundle import Bundle as Bundle
+    from castiron.vmfb.bundle.bundle import open_bundle
+    from castiron.vmfb.bundle.manifest import BundleError as BundleError
+    from castiron.vmfb.compiler.iree_compile import CompileError as CompileError
+    from castiron.vmfb.device.program import SessionError as SessionError
+    from castiron.vmfb.run.session import Session as Session
 
     # An assignment, because type checkers don't accept an import under another name as an export.
     compile, open = compile_bundle, open_bundle
@@ -68,11 +68,11 @@ _NAMES = {
     "pipelines.text.reasoning": "Reasoning",
     "pipelines.text.text_output": "Delta text_request",
     "pipelines.text.tokenizer": "Detokeniser Tokenizer load_tokenizer",
-    "vmfb.bundle": "Bundle open",
-    "vmfb.compiler": "CompileError",
-    "vmfb.manifest": "BundleError",
-    "vmfb.program": "SessionError",
-    "vmfb.session": "Session",
+    "vmfb.bundle.bundle": "Bundle open",
+    "vmfb.compiler.iree_compile": "CompileError",
+    "vmfb.bundle.manifest": "BundleError",
+    "vmfb.device.program": "SessionError",
+    "vmfb.run.session": "Session",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 _ALIASES = {"compile": "compile_bundle", "open": "open_bundle"}

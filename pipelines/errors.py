@@ -36,13 +36,13 @@ USER_ERRORS = (
     ("castiron.pipelines.errors", "PipelineError"),
     ("castiron.pipelines.errors", "CheckpointError"),
     ("castiron.emitter.types", "EmitError"),
-    ("castiron.vmfb.compiler", "CompileError"),
+    ("castiron.vmfb.compiler.iree_compile", "CompileError"),
     ("castiron.vmfb.targets", "TargetError"),
-    ("castiron.vmfb.manifest", "BundleError"),
-    ("castiron.vmfb.weights", "WeightsError"),
-    ("castiron.vmfb.program", "SessionError"),
-    ("castiron.vmfb.drivers", "DeviceError"),
-    ("castiron.vmfb.state_file", "StateError"),
+    ("castiron.vmfb.bundle.manifest", "BundleError"),
+    ("castiron.vmfb.bundle.irpa", "WeightsError"),
+    ("castiron.vmfb.device.program", "SessionError"),
+    ("castiron.vmfb.device.gpus", "DeviceError"),
+    ("castiron.vmfb.run.state_file", "StateError"),
 )
 # Extra of pyproject.toml -> the modules that it provides.
 EXTRAS = {
@@ -68,7 +68,7 @@ def user_errors() -> tuple[type[Exception], ...]:
 
 def error_message(error: Exception) -> str | None:
     """Return the message to show for an error; None if the error is a bug of castiron."""
-    from castiron.vmfb.disk import reason
+    from castiron.vmfb.file_errors import reason
 
     if isinstance(error, user_errors()):
         return str(error)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import megabytes
-from castiron.vmfb.staging import remove_abandoned
+from castiron.vmfb.atomic_write import remove_abandoned
 
 # Max size of a file. A tokenizer of 260,000 tokens takes 35 MB, an index of 100,000 tensors 10 MB.
 MAX_BYTES = 100_000_000

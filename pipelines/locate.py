@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from castiron.pipelines.errors import CheckpointError, PipelineError
 from castiron.pipelines.files import has_too_many_values, read_regular
-from castiron.vmfb.record import short
+from castiron.vmfb.bundle.json_record import short
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER = "adapter_config.json"

@@ -35,9 +35,9 @@ from castiron.pipelines.text.generation import (
 )
 from castiron.pipelines.text.text_output import text_request
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
-from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.record import short
-from castiron.vmfb.session import Session, move_to
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
+from castiron.vmfb.bundle.json_record import short
+from castiron.vmfb.run.session import Session, move_to
 
 if TYPE_CHECKING:
     from typing import overload

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from castiron.vmfb.cpu import host_features
+from castiron.vmfb.cpu_features import host_features
 from castiron.vmfb.targets import TILES
 
 

@@ -23,8 +23,8 @@ from hypothesis import HealthCheck, Phase, settings
 from iree.runtime import HalElementType
 
 from castiron.emitter.types import DTYPES, TensorType
-from castiron.vmfb.compiler import compile_mlir
-from castiron.vmfb.device import device, vm_instance
+from castiron.vmfb.compiler.iree_compile import compile_mlir
+from castiron.vmfb.device.cpu_device import device, vm_instance
 from castiron.vmfb.targets import TARGETS
 from tests import curl
 from tests.tiers import MODELS, is_full, is_in

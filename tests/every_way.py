@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from castiron.vmfb.batch import Batch
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.run.batch import Batch
+from castiron.vmfb.run.session import Session
 
 
 def decoded(session: Session, tokens: list[int]) -> np.ndarray:

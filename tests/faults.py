@@ -17,11 +17,11 @@ from pathlib import Path
 from castiron.pipelines.checkpoints import catalogue
 from castiron.pipelines.checkpoints.catalogue import CATALOGUE, CatalogueModel
 from castiron.pipelines.errors import error_message
-from castiron.vmfb.bundle import BundleWriter, open_bundle, pack_bundle
-from castiron.vmfb.compiler import compile_mlir
-from castiron.vmfb.manifest import MODEL, WEIGHTS
+from castiron.vmfb.bundle.bundle import BundleWriter, open_bundle, pack_bundle
+from castiron.vmfb.bundle.irpa import write_irpa
+from castiron.vmfb.bundle.manifest import MODEL, WEIGHTS
+from castiron.vmfb.compiler.iree_compile import compile_mlir
 from castiron.vmfb.targets import TARGETS
-from castiron.vmfb.weights import write_irpa
 from tests.vmfb import toy
 
 KILLS = 10

@@ -19,8 +19,8 @@ from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.text.generation import Stream
 from castiron.pipelines.text.text_output import text_request
 from castiron.pipelines.text.tokenizer import load_tokenizer
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.run.session import Session
 
 TOKENS = 160
 PROMPTS = {

@@ -11,9 +11,9 @@ from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.request import Failed, Request
 from castiron.pipelines.engine.sampling import logit_rows
 from castiron.reference import tiny
-from castiron.vmfb.batch import Batch, Cover
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.session import Session, SessionError
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.run.batch import Batch, Cover
+from castiron.vmfb.run.session import Session, SessionError
 from tests.test_end_to_end import greedy, prompt
 
 CONTEXT = 64

@@ -14,8 +14,8 @@ from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.compile.open_model import cached_path
 from castiron.pipelines.engine.memory import needed
 from castiron.reference import tiny
-from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
+from castiron.vmfb.run.session import Session
 from tests.test_end_to_end import prompt
 
 # Gemma has rings of 40 rows: a window of 8, and chunks of 32 tokens.

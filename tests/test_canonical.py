@@ -18,9 +18,9 @@ from castiron.emitter.types import EmitError
 from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.reference.tiny import tiny_model
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.encoder import Encoder
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.run.encoder import Encoder
+from castiron.vmfb.run.session import Session
 from castiron.vmfb.targets import missing_features, resolve
 from tests.every_way import check_every_way, check_prompts, decoded, digest, same
 from tests.support import encoders

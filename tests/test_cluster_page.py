@@ -24,9 +24,9 @@ import castiron
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
-from castiron.vmfb.archive import Part
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.manifest import dump
+from castiron.vmfb.bundle.archive import Part
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.bundle.manifest import dump
 from tests.support import served as serving
 
 # Tests import Ray themselves, because its import takes seconds, even to collect tests.

@@ -17,8 +17,8 @@ import pytest
 from packaging.utils import canonicalize_name
 
 from castiron.emitter.abi import ROLES, State, functions
-from castiron.vmfb.bundle import open_bundle, pack_bundle
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import open_bundle, pack_bundle
+from castiron.vmfb.run.session import Session
 from tests import aarch64
 from tests.support import toy_text
 

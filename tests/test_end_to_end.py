@@ -17,9 +17,9 @@ from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.compile.weight_codecs import pack_parameter
 from castiron.reference import hf, tiny, xla
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.compiler import compiler_path
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.compiler.iree_compile import compiler_path
+from castiron.vmfb.run.session import Session
 from castiron.vmfb.targets import resolve
 
 CONTEXT = 160

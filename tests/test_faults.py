@@ -18,11 +18,11 @@ import pytest
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.files import require_free_space
-from castiron.vmfb import bundle
-from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle, pack_bundle
-from castiron.vmfb.compiler import compile_mlir
-from castiron.vmfb.manifest import WEIGHTS, BundleError
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle import bundle
+from castiron.vmfb.bundle.bundle import Bundle, BundleWriter, open_bundle, pack_bundle
+from castiron.vmfb.bundle.manifest import WEIGHTS, BundleError
+from castiron.vmfb.compiler.iree_compile import compile_mlir
+from castiron.vmfb.run.session import Session
 from castiron.vmfb.targets import TARGETS
 from tests import faults
 from tests.vmfb import toy

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from castiron.pipelines.cli.main import command_parser
-from castiron.vmfb.bundle import open_bundle, pack_bundle
+from castiron.vmfb.bundle.bundle import open_bundle, pack_bundle
 from tests.support import served as serving
 from tests.support.served import ask
 

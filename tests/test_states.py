@@ -7,9 +7,9 @@ import pytest
 
 from castiron.pipelines.engine.prefix_cache import Paused
 from castiron.reference import hf
-from castiron.vmfb.batch import Batch
-from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.session import MAX_SNAPSHOTS, Session, SessionError, move_to
+from castiron.vmfb.bundle.bundle import Bundle
+from castiron.vmfb.run.batch import Batch
+from castiron.vmfb.run.session import MAX_SNAPSHOTS, Session, SessionError, move_to
 from tests.families.checkpoints import FAMILIES, HYBRIDS, VOCAB, bundle
 
 TOKENS = np.random.default_rng(11).integers(0, VOCAB, 60).tolist()
@@ -145,7 +145,7 @@ def test_the_last_snapshots_are_retained_and_only_one_of_large_ones(compiled, mo
             session.keep()
         session.prefill(TOKENS)
         assert session.reachable(position - 1) == 0 and session.reachable(position + 7) == position
-        monkeypatch.setattr("castiron.vmfb.session.MAX_SNAPSHOT_BYTES", 0)
+        monkeypatch.setattr("castiron.vmfb.run.session.MAX_SNAPSHOT_BYTES", 0)
 
 
 def test_a_snapshot_is_stale_after_an_earlier_rewind(compiled, expected):

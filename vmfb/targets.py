@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from castiron.vmfb.cpu import can_use_tiles, host_arch, host_cpu, host_features
+from castiron.vmfb.cpu_features import can_use_tiles, host_arch, host_cpu, host_features
 
 COMMON_FLAGS = (
     "--iree-input-type=stablehlo",

@@ -26,7 +26,7 @@ from castiron.pipelines.text.fim import Fim, fim_of
 from castiron.pipelines.text.grammar import Grammar, GrammarBusy, GrammarError
 from castiron.pipelines.text.text_output import text_request
 from castiron.pipelines.text.tokenizer import Tokenizer
-from castiron.vmfb.manifest import Manifest
+from castiron.vmfb.bundle.manifest import Manifest
 
 # OpenAI's default for max_tokens of /v1/completions.
 COMPLETION_TOKENS = 16

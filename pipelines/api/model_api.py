@@ -19,8 +19,8 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import variables_of
 from castiron.pipelines.text.embedder import RERANKERS
 from castiron.pipelines.text.tokenizer import COUNTED, Tokenizer, tokenizer_errors
-from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.manifest import Manifest
+from castiron.vmfb.bundle.bundle import Bundle
+from castiron.vmfb.bundle.manifest import Manifest
 
 # Max characters of a /tokenize request; each takes 200 bytes of memory while it is encoded.
 MAX_TOKENIZE_CHARACTERS = 1_000_000

@@ -17,7 +17,7 @@ from castiron.pipelines.batch.journal import Entry, Journal, dumps
 from castiron.pipelines.batch.records import Conversion, JsonLines, Outcome, Record, Records, Work, is_table
 from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.request import Failed, Finished, Request
-from castiron.vmfb.staging import replace_file
+from castiron.vmfb.atomic_write import replace_file
 
 # A window is a group of records that are sorted together. Max requests of a window, and max tokens of its prompts.
 MAX_REQUESTS, MAX_TOKENS = 512, 1 << 20

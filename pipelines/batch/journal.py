@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
-from castiron.vmfb.disk import naming
+from castiron.vmfb.file_errors import naming
 
 try:
     import fcntl

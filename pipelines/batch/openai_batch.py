@@ -28,7 +28,7 @@ from castiron.pipelines.engine.request import Request
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.embedder import Embedder, Tokens
 from castiron.pipelines.text.tokenizer import Tokenizer
-from castiron.vmfb.manifest import Manifest
+from castiron.vmfb.bundle.manifest import Manifest
 
 FIELDS = ("custom_id", "method", "url", "body")
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

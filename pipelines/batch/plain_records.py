@@ -14,7 +14,7 @@ from castiron.pipelines.text.embedder import Embedder
 from castiron.pipelines.text.generation import encode_question, is_messages
 from castiron.pipelines.text.text_output import Delta, text_request
 from castiron.pipelines.text.tokenizer import Tokenizer
-from castiron.vmfb.manifest import Manifest
+from castiron.vmfb.bundle.manifest import Manifest
 
 
 @dataclass

@@ -15,8 +15,8 @@ from typing import IO, Any, NoReturn, Protocol
 from castiron.pipelines.api.api_errors import ApiError
 from castiron.pipelines.engine.request import Event, Request
 from castiron.pipelines.errors import PipelineError
-from castiron.vmfb.manifest import LOG, Manifest
-from castiron.vmfb.manifest import TEXT as MODULE_TEXT
+from castiron.vmfb.bundle.manifest import LOG, Manifest
+from castiron.vmfb.bundle.manifest import TEXT as MODULE_TEXT
 
 # File name extensions of JSON lines; the path "-" is stdin with JSON lines.
 LINES = (".jsonl", ".ndjson")

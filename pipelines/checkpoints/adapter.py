@@ -25,7 +25,7 @@ from castiron.pipelines.checkpoints.hf.read_files import json_object, read_safet
 from castiron.pipelines.checkpoints.hf.tensor_layouts import adapter_tensors, is_transposed
 from castiron.pipelines.checkpoints.hf.tokenizer_files import HfTokenizer, read_tokenizer
 from castiron.pipelines.errors import similar_path
-from castiron.vmfb.archive import Part
+from castiron.vmfb.bundle.archive import Part
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

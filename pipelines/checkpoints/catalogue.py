@@ -15,11 +15,11 @@ from pathlib import Path
 
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.errors import did_you_mean, similar_path
-from castiron.vmfb.archive import Part
-from castiron.vmfb.cache import cache_folder, cache_path, claim
-from castiron.vmfb.children import own_group
-from castiron.vmfb.disk import files_below, reason
-from castiron.vmfb.staging import remove_abandoned, staging_folder
+from castiron.vmfb.atomic_write import remove_abandoned, staging_folder
+from castiron.vmfb.bundle.archive import Part
+from castiron.vmfb.cache_folder import cache_folder, cache_path, claim
+from castiron.vmfb.compiler.child_group import own_group
+from castiron.vmfb.file_errors import files_below, reason
 
 _CHUNK = 1 << 20
 

@@ -23,7 +23,7 @@ from castiron.emitter.shorten import shorten, shorten_text
 from castiron.pipelines.child_process import ChildProcess, LimitExceeded
 from castiron.pipelines.errors import CheckpointError as CheckpointError
 from castiron.pipelines.errors import PipelineError
-from castiron.vmfb.archive import Part
+from castiron.vmfb.bundle.archive import Part
 
 # Buffers in some checkpoints that castiron computes from the config instead.
 _IGNORABLE = re.compile(

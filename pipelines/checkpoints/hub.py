@@ -22,9 +22,9 @@ from castiron.pipelines.errors import install_command
 from castiron.pipelines.files import require_free_space
 from castiron.pipelines.locate import GGUF_PART, HubName, cache_folder, folder_of, parts_of
 from castiron.pipelines.terminal import megabytes, print_message
-from castiron.vmfb.archive import Part
-from castiron.vmfb.disk import reason
-from castiron.vmfb.staging import write_file
+from castiron.vmfb.atomic_write import write_file
+from castiron.vmfb.bundle.archive import Part
+from castiron.vmfb.file_errors import reason
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 # GGUF files that are not language models.

@@ -14,7 +14,7 @@ from castiron.pipelines.checkpoints.gguf.open_gguf import open_gguf
 from castiron.pipelines.checkpoints.hf.encoding_files import MODULES
 from castiron.pipelines.checkpoints.hf.open_directory import CONFIG, open_hf_directory, shards_of
 from castiron.pipelines.locate import HubName, checkpoint_path, parts_of
-from castiron.vmfb.archive import Part
+from castiron.vmfb.bundle.archive import Part
 
 
 def open_checkpoint(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from castiron.pipelines.batch.job import Answer, Summary
     from castiron.pipelines.batch.records import Conversion, Format, Record
     from castiron.pipelines.engine.engine import Engine
-    from castiron.vmfb.bundle import Bundle
+    from castiron.vmfb.bundle.bundle import Bundle
 
 EXAMPLES = """\
 examples:

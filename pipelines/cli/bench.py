@@ -16,7 +16,7 @@ from castiron.pipelines.compile.open_model import require_cpu, require_generatio
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate.random_checkpoint import SHAPES
 from castiron.pipelines.terminal import Progress, print_message
-from castiron.vmfb.disk import write_text
+from castiron.vmfb.file_errors import write_text
 
 KERNELS = "\n".join(f"  {name:<18} {kind.shape}" for name, kind in KINDS.items())
 # Positions of the KV cache for --shape and --kernel.
@@ -86,8 +86,8 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.evaluate import bench, bench_kernel, machine
     from castiron.pipelines.evaluate.bench_engines import Settings
     from castiron.pipelines.evaluate.machine import Machine
-    from castiron.vmfb.bundle import open_bundle
-    from castiron.vmfb.cpu import physical_cores
+    from castiron.vmfb.bundle.bundle import open_bundle
+    from castiron.vmfb.cpu_features import physical_cores
 
     check(args)
     settings = Settings(args.threads or physical_cores(), args.prompt, args.gen, args.depth, args.rounds)

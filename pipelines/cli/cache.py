@@ -12,8 +12,7 @@ import time
 from castiron.pipelines.cli.options import add_options
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import megabytes, print_message
-from castiron.vmfb import cache
-from castiron.vmfb.cache import KINDS
+from castiron.vmfb.cache_folder import KINDS, PRECIOUS, cache_root, clear, usage
 
 EXAMPLES = """\
 examples:
@@ -50,10 +49,10 @@ def main(args: argparse.Namespace) -> int:
     if args.older_than is not None and not 0 <= args.older_than < float("inf"):
         args.parser.error(f"argument --older-than: invalid number of days: {args.older_than:g}; give 0 or more")
     clears = args.action == "clear"
-    kinds = tuple(dict.fromkeys(args.kinds)) or tuple(kind for kind in KINDS if not (clears and kind in cache.PRECIOUS))
+    kinds = tuple(dict.fromkeys(args.kinds)) or tuple(kind for kind in KINDS if not (clears and kind in PRECIOUS))
     if args.older_than is not None and not clears:
         raise PipelineError("--older-than needs the action clear; use castiron cache clear --older-than DAYS")
-    rows = cache.clear(kinds, args.older_than or 0.0) if clears else [row for row in cache.usage() if row.kind in kinds]
+    rows = clear(kinds, args.older_than or 0.0) if clears else [row for row in usage() if row.kind in kinds]
     total = sum(row.bytes for row in rows)
     for row in rows if clears else ():
         if row.others:
@@ -65,12 +64,12 @@ def main(args: argparse.Namespace) -> int:
             {"kind": row.kind, "about": KINDS[row.kind], "files": row.files, "bytes": row.bytes, "newest": when(row.newest)}
             for row in rows
         ]
-        print(json.dumps({"folder": str(cache.cache_root()), "bytes": total, "cleared": clears, "kinds": found}))
+        print(json.dumps({"folder": str(cache_root()), "bytes": total, "cleared": clears, "kinds": found}))
         return 0
     if not clears:
-        print(f"{cache.cache_root()}: {megabytes(total)}")
+        print(f"{cache_root()}: {megabytes(total)}")
     for row in rows:
         print(f"  {row.kind:<8} {row.files:>6} files {megabytes(row.bytes):>11}  {KINDS[row.kind]}")
     if clears:
-        print(f"{megabytes(total)} cleared from {cache.cache_root()}")
+        print(f"{megabytes(total)} cleared from {cache_root()}")
     return 0

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.text.conversation import Chat
     from castiron.pipelines.text.tokenizer import load_tokenizer
-    from castiron.vmfb.cache import cache_root
+    from castiron.vmfb.cache_folder import cache_root
 
     max_tokens = options.answer_limit(args.max_tokens)
     bundle, engine = open_engine(args)
@@ -334,8 +334,8 @@ def is_open_block(text: str) -> bool:
 
 
 def _prompt_session(history: Path | None) -> Any:
-    from castiron.vmfb.cache import claim
-    from castiron.vmfb.staging import PRIVATE_FILE, PRIVATE_FOLDER
+    from castiron.vmfb.atomic_write import PRIVATE_FILE, PRIVATE_FOLDER
+    from castiron.vmfb.cache_folder import claim
 
     try:
         from prompt_toolkit import PromptSession

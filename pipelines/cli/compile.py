@@ -91,8 +91,8 @@ def main(args: argparse.Namespace) -> int:
 def replace_module(args: argparse.Namespace) -> int:
     """Replace the .vmfb file of a bundle (`castiron compile --module`); return the exit status."""
     from castiron.pipelines.errors import PipelineError
-    from castiron.vmfb import replace_module as compiled
-    from castiron.vmfb.bundle import open_bundle
+    from castiron.vmfb.bundle.bundle import open_bundle
+    from castiron.vmfb.compiler import replace_module as compiled
 
     module = Path(args.module)
     if not module.is_file():

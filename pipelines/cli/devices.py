@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.engine.memory import total_bytes
-    from castiron.vmfb.cpu import host_cpu, host_features
-    from castiron.vmfb.drivers import DRIVERS, DeviceError, DeviceInfo, devices_of
+    from castiron.vmfb.cpu_features import host_cpu, host_features
+    from castiron.vmfb.device.gpus import DRIVERS, DeviceError, DeviceInfo, devices_of
 
     found = [(DeviceInfo("cpu", "local", host_cpu(), total_bytes(), "", tuple(sorted(host_features()))), "host")]
     unavailable = {}

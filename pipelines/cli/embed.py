@@ -14,7 +14,7 @@ from pathlib import Path
 from castiron.pipelines.cli.open_engine import open_model
 from castiron.pipelines.cli.options import add_loading, add_model, add_options
 from castiron.pipelines.errors import PipelineError
-from castiron.vmfb.disk import naming
+from castiron.vmfb.file_errors import naming
 
 EXAMPLES = """\
 examples:

@@ -17,7 +17,7 @@ from castiron.pipelines.compile.extract import extract_function, extract_layer
 from castiron.pipelines.compile.named_kernel import KINDS, kernel_module, named_kernel
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import Progress
-from castiron.vmfb.disk import write_text
+from castiron.vmfb.file_errors import write_text
 
 KERNELS = "\n".join(f"  {name:<18} {kind.shape:<24} {kind.tokens_words}" for name, kind in KINDS.items())
 EXAMPLES = f"""\

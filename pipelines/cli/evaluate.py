@@ -39,8 +39,8 @@ from castiron.pipelines.evaluate.verify import (
 )
 from castiron.pipelines.terminal import Progress
 from castiron.pipelines.text.tokenizer import load_tokenizer
-from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
+from castiron.vmfb.run.session import Session
 
 EXAMPLES = """\
 examples:

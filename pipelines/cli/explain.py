@@ -30,9 +30,9 @@ from castiron.pipelines.evaluate.machine import (
     peak_of,
 )
 from castiron.pipelines.terminal import counted, print_message, sanitised
-from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.cpu import physical_cores
-from castiron.vmfb.profile import Dispatch, Profile, median_of, profile
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
+from castiron.vmfb.cpu_features import physical_cores
+from castiron.vmfb.device.profile import Dispatch, Profile, median_of, profile
 
 EXAMPLES = """\
 examples:

@@ -15,7 +15,7 @@ from castiron.pipelines.locate import is_bundle
 from castiron.pipelines.terminal import Progress, counted, megabytes, sanitised
 
 if TYPE_CHECKING:
-    from castiron.vmfb.manifest import Manifest
+    from castiron.vmfb.bundle.manifest import Manifest
 
 EXAMPLES = """\
 examples:
@@ -53,8 +53,8 @@ def bundle(path: str) -> tuple[dict, list[str]]:
     from castiron.pipelines.checkpoints.hf.tensor_layouts import in_words
     from castiron.pipelines.engine.memory import mapped_weights, needed, slots_of, warn_of_shortage
     from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
-    from castiron.vmfb.bundle import open_bundle
-    from castiron.vmfb.manifest import dump
+    from castiron.vmfb.bundle.bundle import open_bundle
+    from castiron.vmfb.bundle.manifest import dump
 
     manifest = open_bundle(path, run=False).manifest
     slots, target, tool_format = slots_of(manifest), manifest.target, ToolFormat.of(manifest)

@@ -15,7 +15,7 @@ from castiron.pipelines.cli.options import add_options
 from castiron.pipelines.errors import PipelineError, similar_path
 from castiron.pipelines.locate import is_archive
 from castiron.pipelines.terminal import megabytes, sanitised
-from castiron.vmfb.cache import cache_path
+from castiron.vmfb.cache_folder import cache_path
 
 EXAMPLES = """\
 examples:
@@ -78,8 +78,8 @@ def bundle(path: Path) -> dict:
 
     For an invalid bundle, it has only the path and an `error` message.
     """
-    from castiron.vmfb.bundle import read_manifest
-    from castiron.vmfb.manifest import BundleError
+    from castiron.vmfb.bundle.bundle import read_manifest
+    from castiron.vmfb.bundle.manifest import BundleError
 
     try:
         manifest = read_manifest(path)

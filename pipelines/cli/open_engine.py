@@ -8,7 +8,7 @@ from castiron.pipelines.terminal import Progress
 
 if TYPE_CHECKING:
     from castiron.pipelines.engine.engine import Engine
-    from castiron.vmfb.bundle import Bundle
+    from castiron.vmfb.bundle.bundle import Bundle
 
 
 def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False, draft: bool = False) -> "Bundle":
@@ -23,7 +23,7 @@ def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False,
     device, target = getattr(args, "device", None), "host"
     driver = (device or "cpu").partition(":")[0]
     if driver in GPUS and not is_bundle(model):
-        from castiron.vmfb.drivers import find_device
+        from castiron.vmfb.device.gpus import find_device
 
         # Before the compilation, which takes long.
         find_device(driver, device)

@@ -11,13 +11,13 @@ from castiron.emitter.abi import NUMERICS, STORAGE
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.locate import HubName, model_name
 from castiron.pipelines.terminal import print_message
-from castiron.vmfb.cache import cache_path
+from castiron.vmfb.cache_folder import cache_path
 
 if TYPE_CHECKING:
     from castiron.pipelines.compile.compile_options import Options
     from castiron.pipelines.engine.prefix_store import PrefixStore
     from castiron.pipelines.engine.sampling import Sampling
-    from castiron.vmfb.manifest import Manifest
+    from castiron.vmfb.bundle.manifest import Manifest
 
 QUANTISED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m")
 WEIGHTS = ("native", "f32", "bf16", "f16", *QUANTISED)

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from castiron.vmfb.bundle import open_bundle, pack_bundle
+    from castiron.vmfb.bundle.bundle import open_bundle, pack_bundle
 
     bundle = open_bundle(args.bundle, run=False)
     out = Path(args.output or f"{Path(args.bundle).resolve()}.castiron")

@@ -18,10 +18,10 @@ from castiron.pipelines.cli.options import add_options
 from castiron.pipelines.errors import PipelineError, did_you_mean
 from castiron.pipelines.locate import is_bundle
 from castiron.pipelines.terminal import megabytes
-from castiron.vmfb.bundle import read_manifest
-from castiron.vmfb.cache import cache_path, is_own
-from castiron.vmfb.disk import files_below
-from castiron.vmfb.staging import locked
+from castiron.vmfb.atomic_write import locked
+from castiron.vmfb.bundle.bundle import read_manifest
+from castiron.vmfb.cache_folder import cache_path, is_own
+from castiron.vmfb.file_errors import files_below
 
 EXAMPLES = """\
 examples:

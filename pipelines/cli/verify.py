@@ -48,8 +48,8 @@ def main(args: argparse.Namespace) -> int:
         load_reference,
         text_of,
     )
-    from castiron.vmfb.bundle import open_bundle
-    from castiron.vmfb.session import Session
+    from castiron.vmfb.bundle.bundle import open_bundle
+    from castiron.vmfb.run.session import Session
 
     if args.max_tokens < 1:
         raise PipelineError(f"-n is {args.max_tokens}; it must be at least 1")

@@ -25,8 +25,8 @@ from castiron.pipelines.errors import PipelineError, user_errors
 from castiron.pipelines.model import GenerationOptions, Model
 from castiron.pipelines.terminal import print_message
 from castiron.pipelines.text.generation import Result
-from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.manifest import BundleError, dump
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
+from castiron.vmfb.bundle.manifest import BundleError, dump
 
 if TYPE_CHECKING:
     import pyarrow as pa

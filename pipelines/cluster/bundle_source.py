@@ -16,10 +16,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from castiron.pipelines.errors import PipelineError
-from castiron.vmfb.bundle import Bundle, open_bundle, pack_bundle
-from castiron.vmfb.cache import cache_folder, claim
-from castiron.vmfb.manifest import BundleError, dump
-from castiron.vmfb.staging import locked, staging_folder
+from castiron.vmfb.atomic_write import locked, staging_folder
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle, pack_bundle
+from castiron.vmfb.bundle.manifest import BundleError, dump
+from castiron.vmfb.cache_folder import cache_folder, claim
 
 if TYPE_CHECKING:
     import ray

@@ -23,8 +23,8 @@ from castiron.pipelines.compile.tile_store import TileFields
 from castiron.pipelines.compile.weight_codecs import codecs_of
 from castiron.pipelines.locate import as_text, model_name, source_of
 from castiron.pipelines.text.derive_tool_format import tool_format_of
-from castiron.vmfb.compiler import compiler_version
-from castiron.vmfb.manifest import EncoderConfig, Manifest, Tokens, Versions
+from castiron.vmfb.bundle.manifest import EncoderConfig, Manifest, Tokens, Versions
+from castiron.vmfb.compiler.iree_compile import compiler_version
 from castiron.vmfb.targets import Target
 
 

@@ -35,11 +35,11 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.files import read_text, require_free_space
 from castiron.pipelines.terminal import print_message
 from castiron.pipelines.text.tokenizer import encode_text
-from castiron.vmfb.archive import Part
-from castiron.vmfb.cache import cache_folder, cache_path, keep
-from castiron.vmfb.compiler import compile_mlir
-from castiron.vmfb.cpu import physical_cores
-from castiron.vmfb.program import Call, Loaded
+from castiron.vmfb.bundle.archive import Part
+from castiron.vmfb.cache_folder import cache_folder, cache_path, keep
+from castiron.vmfb.compiler.iree_compile import compile_mlir
+from castiron.vmfb.cpu_features import physical_cores
+from castiron.vmfb.device.program import Call, Loaded
 from castiron.vmfb.targets import resolve
 
 KIND = "calibrated"

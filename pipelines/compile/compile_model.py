@@ -33,8 +33,21 @@ from castiron.pipelines.compile.tile_store import TileFields, tuned_tiles
 from castiron.pipelines.compile.weight_codecs import write_parameters
 from castiron.pipelines.files import BUNDLE_SOURCES, require_free_space, sources_hash
 from castiron.pipelines.locate import parts_of
-from castiron.vmfb.bundle import Bundle, BundleWriter, open_bundle
-from castiron.vmfb.compiler import (
+from castiron.vmfb.bundle.bundle import Bundle, BundleWriter, open_bundle
+from castiron.vmfb.bundle.manifest import (
+    DEVICE,
+    MODEL,
+    TABLE,
+    TOKENIZER,
+    WEIGHTS,
+    Accuracy,
+    BundleError,
+    KnownAnswer,
+    Manifest,
+    module_name,
+)
+from castiron.vmfb.bundle.token_table import table_of
+from castiron.vmfb.compiler.iree_compile import (
     NOT_INSTALLED,
     CompileError,
     compile_flags,
@@ -42,11 +55,8 @@ from castiron.vmfb.compiler import (
     compiler_version,
     is_installed,
 )
-from castiron.vmfb.disk import naming
-from castiron.vmfb.known_answer import KnownAnswer
-from castiron.vmfb.manifest import DEVICE, MODEL, TABLE, TOKENIZER, WEIGHTS, Accuracy, BundleError, Manifest, module_name
+from castiron.vmfb.file_errors import naming
 from castiron.vmfb.targets import Target, missing_features, resolve
-from castiron.vmfb.token_table import table_of
 
 # A function of (bundle, progress) that measures the bundle's accuracy, such as `own_accuracy`; progress takes (done, total).
 Evaluate = Callable[[Bundle, Callable[[int, int], None]], Accuracy | None]

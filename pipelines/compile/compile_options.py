@@ -14,7 +14,7 @@ from castiron.emitter.models import read_config
 from castiron.emitter.shorten import shorten
 from castiron.emitter.types import EmitError
 from castiron.pipelines.compile.weight_codecs import QUANTISED, WEIGHTS
-from castiron.vmfb.cpu import physical_cores
+from castiron.vmfb.cpu_features import physical_cores
 from castiron.vmfb.targets import is_gpu
 
 # Max values, in positions, of the defaults of `Options.context` and `Options.max_context`.

@@ -25,14 +25,13 @@ from castiron.pipelines.checkpoints.checkpoint import Checkpoint
 from castiron.pipelines.compile.build_model import build_module
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.compile.weight_codecs import Importance, codecs_of, write_parameters
-from castiron.vmfb.archive import Part
-from castiron.vmfb.compiler import compile_mlir
-from castiron.vmfb.cpu import physical_cores
-from castiron.vmfb.known_answer import Decode
-from castiron.vmfb.manifest import MODEL, WEIGHTS
-from castiron.vmfb.program import Call, Loaded
+from castiron.vmfb.bundle.archive import Part
+from castiron.vmfb.bundle.manifest import MODEL, WEIGHTS, KnownLogits
+from castiron.vmfb.compiler.iree_compile import compile_mlir
+from castiron.vmfb.cpu_features import physical_cores
+from castiron.vmfb.device.program import Call, Loaded
+from castiron.vmfb.device.transfer import TEXT
 from castiron.vmfb.targets import TARGETS
-from castiron.vmfb.transfer import TEXT
 
 # Rows and columns of the weights of each matmul; decode steps; logits that are compared.
 ROWS, COLUMNS, STEPS, IDS = 16, 256, 4, 32
@@ -90,7 +89,7 @@ def _activations(count: int) -> np.ndarray:
     return ((np.arange(count) * 37 % 64 - 32) / 32).astype(np.float32)[None]
 
 
-def decode_on_cpu(checkpoint: Checkpoint, options: Options, importance: Importance) -> Decode | None:
+def decode_on_cpu(checkpoint: Checkpoint, options: Options, importance: Importance) -> KnownLogits | None:
     """Run the model on this machine's CPU, and return logits that a GPU must reproduce.
 
     The model is compiled for this CPU, and runs a few decode steps. The result is None for an
@@ -124,4 +123,4 @@ def decode_on_cpu(checkpoint: Checkpoint, options: Options, importance: Importan
             call.invoke()
             rows.append(call.floats(1))
     ids = sorted({*(int(row.argmax()) for row in rows), *range(0, vocab, max(1, vocab // IDS))})
-    return Decode(tokens, tuple(ids), tuple(tuple(float(value) for value in row[ids]) for row in rows))
+    return KnownLogits(tokens, tuple(ids), tuple(tuple(float(value) for value in row[ids]) for row in rows))

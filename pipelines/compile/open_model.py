@@ -16,9 +16,9 @@ from castiron.pipelines import locate
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.locate import HubName
 from castiron.pipelines.terminal import Progress, print_message
-from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.cache import cache_folder, cache_root, claim, is_own
-from castiron.vmfb.manifest import BundleError
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
+from castiron.vmfb.bundle.manifest import BundleError
+from castiron.vmfb.cache_folder import cache_folder, cache_root, claim, is_own
 
 if TYPE_CHECKING:
     from castiron.pipelines.compile.compile_model import Evaluate
@@ -66,7 +66,7 @@ def open_or_compile(
     from castiron.pipelines.checkpoints.catalogue import canonical_name
     from castiron.pipelines.compile.compile_model import existing
     from castiron.pipelines.compile.compile_options import Options
-    from castiron.vmfb.compiler import is_installed
+    from castiron.vmfb.compiler.iree_compile import is_installed
 
     options = options or (Options.for_draft(target) if draft else Options(target=target))
     source = path if path.exists() else canonical_name(model)

@@ -25,8 +25,8 @@ from castiron.pipelines.compile.weight_codecs import codecs_of, convert_tensor
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.files import require_free_space
 from castiron.pipelines.locate import model_name
-from castiron.vmfb.disk import reason
-from castiron.vmfb.staging import replace_file
+from castiron.vmfb.atomic_write import replace_file
+from castiron.vmfb.file_errors import reason
 
 # By value of --weights: the number in llama.cpp's enum llama_ftype, which llama.cpp prints as the type of the file.
 _FILE_TYPE = {

@@ -14,10 +14,10 @@ from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.files import KERNEL_SOURCES, sources_hash
-from castiron.vmfb import cache
-from castiron.vmfb.compiler import compiler_version
-from castiron.vmfb.cpu import host_cpu
-from castiron.vmfb.record import RecordError, from_json, to_json
+from castiron.vmfb.bundle.json_record import RecordError, from_json, to_json
+from castiron.vmfb.cache_folder import cache_path, keep
+from castiron.vmfb.compiler.iree_compile import compiler_version
+from castiron.vmfb.cpu_features import host_cpu
 from castiron.vmfb.targets import Target
 
 # By the name of a matmul: the values of the fields of its tiles (`Tiles`).
@@ -63,7 +63,7 @@ class _Store:
 
 
 def store_path() -> Path:
-    return cache.cache_path("tuned")
+    return cache_path("tuned")
 
 
 def key_of(target: Target, threads: int) -> Key:
@@ -95,7 +95,7 @@ def add_findings(findings: Iterable[Finding]) -> bool:
     """
     found = {(finding.key, finding.product): finding for finding in (*read_findings(), *findings)}
     text = json.dumps(to_json(_Store(SCHEMA, tuple(found.values()))), indent=1)
-    return cache.keep(store_path(), text.encode() + b"\n")
+    return keep(store_path(), text.encode() + b"\n")
 
 
 def findings_of(key: Key) -> dict[str, Finding]:

@@ -22,7 +22,7 @@ from castiron.emitter.codecs import codec_of, row_bytes
 from castiron.emitter.ir import Module, Param
 from castiron.emitter.quantise import ENCODERS, convert
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
-from castiron.vmfb.weights import write_irpa
+from castiron.vmfb.bundle.irpa import write_irpa
 
 FLOATS = ("f32", "bf16", "f16")
 # By name of a mix: the codec of most matrices.

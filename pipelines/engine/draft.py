@@ -19,8 +19,8 @@ import numpy as np
 
 from castiron.pipelines.engine.chooser import Chooser
 from castiron.pipelines.engine.sampling import weights
-from castiron.vmfb.session import Session, move_after, move_to
-from castiron.vmfb.states import Snapshot
+from castiron.vmfb.run.session import Session, move_after, move_to
+from castiron.vmfb.run.states import Snapshot
 
 # Min tokens of a match that is looked up, and max tokens of a match that are counted.
 MIN_MATCH, MAX_MATCH = 2, 32

@@ -15,11 +15,11 @@ from castiron.pipelines.engine.prefix_store import PrefixStore
 from castiron.pipelines.engine.request import Event, Failed, Finished, Request
 from castiron.pipelines.engine.scheduler import Events, Observer, Scheduler
 from castiron.pipelines.errors import PipelineError
-from castiron.vmfb.batch import Batch
-from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.program import NanLogitsError
-from castiron.vmfb.session import Session
-from castiron.vmfb.state_file import StateError, identity, read_head, read_rows, write_state
+from castiron.vmfb.bundle.bundle import Bundle
+from castiron.vmfb.device.program import NanLogitsError
+from castiron.vmfb.run.batch import Batch
+from castiron.vmfb.run.session import Session
+from castiron.vmfb.run.state_file import StateError, identity, read_head, read_rows, write_state
 
 
 class SingleSlot:

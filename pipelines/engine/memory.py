@@ -11,7 +11,7 @@ from pathlib import Path
 
 from castiron.emitter.abi import State
 from castiron.pipelines.terminal import megabytes, print_message
-from castiron.vmfb.manifest import WEIGHTS, Manifest
+from castiron.vmfb.bundle.manifest import WEIGHTS, Manifest
 
 # Files with the memory limit of this process's control group, version 2 and 1.
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))

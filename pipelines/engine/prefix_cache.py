@@ -9,7 +9,7 @@ import numpy as np
 
 from castiron.pipelines.engine.prefix_store import PrefixStore, common_prefix
 from castiron.pipelines.engine.sampling import Score
-from castiron.vmfb.session import Session, move_to
+from castiron.vmfb.run.session import Session, move_to
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ import numpy as np
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import megabytes, print_message
-from castiron.vmfb.cache import claim
-from castiron.vmfb.disk import reason
-from castiron.vmfb.manifest import Manifest
-from castiron.vmfb.session import Session
-from castiron.vmfb.staging import PRIVATE_FOLDER, remove_abandoned
-from castiron.vmfb.state_file import StateError, StateFile, file_bytes, identity, read_head, read_rows, write_state
+from castiron.vmfb.atomic_write import PRIVATE_FOLDER, remove_abandoned
+from castiron.vmfb.bundle.manifest import Manifest
+from castiron.vmfb.cache_folder import claim
+from castiron.vmfb.file_errors import reason
+from castiron.vmfb.run.session import Session
+from castiron.vmfb.run.state_file import StateError, StateFile, file_bytes, identity, read_head, read_rows, write_state
 
 # Default of the max bytes of all states in a directory.
 MAX_BYTES = 4_000_000_000

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from castiron.pipelines.errors import PipelineError
-from castiron.vmfb.program import NanLogitsError
-from castiron.vmfb.record import short
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.json_record import short
+from castiron.vmfb.device.program import NanLogitsError
+from castiron.vmfb.run.session import Session
 
 # Default number of last tokens to which the repeat penalty applies, as in llama.cpp and Ollama.
 REPEAT_WINDOW = 64

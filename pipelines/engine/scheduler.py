@@ -18,8 +18,8 @@ from castiron.pipelines.engine.prefix_store import PrefixStore
 from castiron.pipelines.engine.request import Event, Failed, Request
 from castiron.pipelines.engine.sampling import log_probabilities, logit_rows, score_width
 from castiron.pipelines.errors import PipelineError
-from castiron.vmfb.program import NanLogitsError, SessionError
-from castiron.vmfb.session import move_to
+from castiron.vmfb.device.program import NanLogitsError, SessionError
+from castiron.vmfb.run.session import move_to
 
 
 class Observer:
@@ -88,7 +88,7 @@ class Scheduler:
     With `draft` or `ngrams`, a request uses speculative decoding while no other request runs.
 
     Args:
-        batch: a `castiron.vmfb.batch.Batch` or a `SingleSlot`; nothing else may use it.
+        batch: a `castiron.vmfb.run.batch.Batch` or a `SingleSlot`; nothing else may use it.
         observer: its methods are called when requests start, generate tokens and end.
         store: cache on disk for the KV caches of prompt prefixes.
         draft: draft model for speculative decoding.

@@ -16,9 +16,9 @@ import numpy as np
 from castiron.pipelines.engine.draft import MAX_MATCH, CallCosts, Draft, Guess, HitRates, Ngrams, expected_tokens
 from castiron.pipelines.engine.request import Event, Request
 from castiron.pipelines.errors import PipelineError
-from castiron.vmfb.program import NanLogitsError
-from castiron.vmfb.session import move_after
-from castiron.vmfb.states import Snapshot
+from castiron.vmfb.device.program import NanLogitsError
+from castiron.vmfb.run.session import move_after
+from castiron.vmfb.run.states import Snapshot
 
 # Initial hit rates of the token proposed after a match of 2-3, 4-7, 8-15, 16-31 and 32 tokens.
 FOLLOWED = (0.25, 0.5, 0.75, 0.9, 0.95)

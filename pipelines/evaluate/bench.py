@@ -20,9 +20,9 @@ from castiron.pipelines.evaluate.bench_engines import Engine, Progress, Settings
 from castiron.pipelines.evaluate.machine import READ_FLOATS, Machine, amount, busy_signs, describe, peak_of, spread
 from castiron.pipelines.evaluate.verify import checkpoint_of
 from castiron.pipelines.terminal import counted, print_message
-from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.chunks import chunks
-from castiron.vmfb.manifest import WEIGHTS, Manifest
+from castiron.vmfb.bundle.bundle import Bundle
+from castiron.vmfb.bundle.manifest import WEIGHTS, Manifest
+from castiron.vmfb.run.chunks import chunks
 
 
 def bench(

@@ -224,8 +224,8 @@ class Castiron:
     """castiron as an engine of the benchmark; the other engines are in `reference.peers`."""
 
     def __init__(self, model: str, threads: int, context: int):
-        from castiron.vmfb.bundle import open_bundle
-        from castiron.vmfb.session import Session
+        from castiron.vmfb.bundle.bundle import open_bundle
+        from castiron.vmfb.run.session import Session
 
         self.bundle = open_bundle(model)
         self.session = Session(self.bundle.with_context(self.bundle.manifest.max_context), threads=threads)

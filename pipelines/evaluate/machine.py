@@ -197,9 +197,9 @@ class TimedKernel:
         """Compile and load the kernel; values: operands by name."""
         import iree.runtime as rt
 
-        from castiron.vmfb.compiler import compile_mlir
-        from castiron.vmfb.device import device, lower_priority, vm_instance
-        from castiron.vmfb.program import Buffer, new_zeros, release_at_exit
+        from castiron.vmfb.compiler.iree_compile import compile_mlir
+        from castiron.vmfb.device.cpu_device import device, lower_priority, vm_instance
+        from castiron.vmfb.device.program import Buffer, new_zeros, release_at_exit
         from castiron.vmfb.targets import resolve
 
         self.kernel, self.device = kernel, device(threads)
@@ -353,7 +353,7 @@ def describe(limits: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """
     import platform
 
-    from castiron.vmfb.cpu import host_cpu, physical_cores
+    from castiron.vmfb.cpu_features import host_cpu, physical_cores
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return {

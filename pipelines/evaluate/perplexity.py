@@ -18,9 +18,9 @@ from castiron.pipelines.engine.sampling import logit_rows, score_width
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.files import read_text
 from castiron.pipelines.text.tokenizer import load_tokenizer
-from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.manifest import Accuracy
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import Bundle
+from castiron.vmfb.bundle.manifest import Accuracy
+from castiron.vmfb.run.session import Session
 
 # Percentiles of the KL divergence; llama.cpp prints more.
 PERCENTILES = {"maximum": 100.0, "99.0%": 99.0, "90.0%": 90.0, "median": 50.0}

@@ -24,9 +24,9 @@ from castiron.pipelines.compile.weight_codecs import codecs_of
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.files import require_free_space
 from castiron.pipelines.terminal import megabytes, print_message
-from castiron.vmfb.cache import cache_folder, cache_path, claim
-from castiron.vmfb.disk import naming
-from castiron.vmfb.staging import replace_file
+from castiron.vmfb.atomic_write import replace_file
+from castiron.vmfb.cache_folder import cache_folder, cache_path, claim
+from castiron.vmfb.file_errors import naming
 
 KIND = "shapes"
 DEFAULT_CODEC = "q4_k"

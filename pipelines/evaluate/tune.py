@@ -28,12 +28,12 @@ from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate.verify import encoded_prompts, greedy
-from castiron.vmfb.batch import Batch
-from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.compiler import CompileError, compile_mlir
-from castiron.vmfb.manifest import WEIGHTS
-from castiron.vmfb.profile import dispatches
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
+from castiron.vmfb.bundle.manifest import WEIGHTS
+from castiron.vmfb.compiler.iree_compile import CompileError, compile_mlir
+from castiron.vmfb.device.profile import dispatches
+from castiron.vmfb.run.batch import Batch
+from castiron.vmfb.run.session import Session
 
 # Min speed-up of a candidate over the default tiles.
 MIN_GAIN = 1.03

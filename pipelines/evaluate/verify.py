@@ -25,7 +25,7 @@ from castiron.pipelines.files import read_text
 from castiron.pipelines.locate import HubName
 from castiron.pipelines.text.generation import check_token_ids
 from castiron.pipelines.text.tokenizer import load_tokenizer
-from castiron.vmfb.bundle import Bundle
+from castiron.vmfb.bundle.bundle import Bundle
 
 if TYPE_CHECKING:
     from castiron.pipelines.checkpoints.checkpoint import Checkpoint

@@ -37,7 +37,7 @@ from castiron.pipelines.terminal import print_message
 from castiron.pipelines.text.embedder import Embedder
 from castiron.pipelines.text.generation import open_draft
 from castiron.pipelines.text.tokenizer import load_tokenizer
-from castiron.vmfb.bundle import Bundle, open_bundle
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
 
 # Max memory of request bodies in flight, as a number of bodies of max size: of all clients, of one client.
 BODIES, BODIES_PER_CLIENT = 16, 4

@@ -20,8 +20,8 @@ from castiron.pipelines.engine.memory import needed, slots_of, total_bytes
 from castiron.pipelines.errors import PipelineError, error_message
 from castiron.pipelines.terminal import print_message
 from castiron.pipelines.text.chat_template import variables_of
-from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.manifest import Manifest
+from castiron.vmfb.bundle.bundle import Bundle
+from castiron.vmfb.bundle.manifest import Manifest
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
-from castiron.vmfb.record import short
+from castiron.vmfb.bundle.json_record import short
 
 # Variables that `render` itself sets, besides special tokens; tools and documents are None unless given.
 OWN_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")

@@ -15,9 +15,9 @@ from castiron.pipelines.text.generation import Stream
 from castiron.pipelines.text.reasoning import Reasoning
 from castiron.pipelines.text.text_output import text_request
 from castiron.pipelines.text.tokenizer import Tokenizer
-from castiron.vmfb.disk import reason
-from castiron.vmfb.staging import write_file
-from castiron.vmfb.state_file import StateError
+from castiron.vmfb.atomic_write import write_file
+from castiron.vmfb.file_errors import reason
+from castiron.vmfb.run.state_file import StateError
 
 # Old turns are dropped if less than 1 / SHARE of the context, and less than `max_tokens`, is free for the answer. Dropping
 # frees at least 1 / SHARE of the context, because the model must read the remaining turns again.

@@ -12,8 +12,8 @@ import numpy as np
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import print_message
 from castiron.pipelines.text.tokenizer import check_utf8, encode_text, load_tokenizer
-from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.encoder import Encoder
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
+from castiron.vmfb.run.encoder import Encoder
 
 # The models that can rerank, for error messages.
 RERANKERS = "Qwen3-Reranker, a BERT or ModernBERT classifier or a decoder's classifier of one label, or an embedding model"

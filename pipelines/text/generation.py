@@ -22,9 +22,9 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.reasoning import Reasoning
 from castiron.pipelines.text.text_output import Delta, TextOutput
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
-from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.manifest import TOKENIZER
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
+from castiron.vmfb.bundle.manifest import TOKENIZER
+from castiron.vmfb.run.session import Session
 
 # Plain text, token ids, or messages ({"role", "content"} each) for the chat template.
 Prompt = str | Collection[int] | Sequence[Mapping[str, Any]]

@@ -30,7 +30,7 @@ from castiron.pipelines.text.repairs import (
     written_calls,
 )
 from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
-from castiron.vmfb.record import short
+from castiron.vmfb.bundle.json_record import short
 
 # Renders messages and tools with variables; raises PipelineError if the template rejects them.
 Render = Callable[[Messages, Tools | None, Mapping[str, Any]], str]

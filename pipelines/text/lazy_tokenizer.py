@@ -9,8 +9,8 @@ from typing import Any
 
 from tokenizers import Encoding, Tokenizer, models
 
-from castiron.vmfb.archive import Part
-from castiron.vmfb.token_table import TokenTable, damaged_table
+from castiron.vmfb.bundle.archive import Part
+from castiron.vmfb.bundle.token_table import TokenTable, damaged_table
 
 # Later texts are encoded with the complete vocabulary: loading it takes as long as about 15 short texts without it.
 MAX_TEXTS = 10

@@ -15,14 +15,14 @@ from castiron.pipelines.text.history import Adapter, normal_messages
 from castiron.pipelines.text.reasoning import Marks, marks_of
 from castiron.pipelines.text.special_tokens import SpecialTokens
 from castiron.pipelines.text.tool_formats import HERMES, ToolFormat
-from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.record import short
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
+from castiron.vmfb.bundle.json_record import short
 
 if TYPE_CHECKING:
     import tokenizers
 
     from castiron.pipelines.text.grammar import Grammar, Grammars
-    from castiron.vmfb.archive import Part
+    from castiron.vmfb.bundle.archive import Part
 
 # Texts of more characters are encoded without holding the GIL.
 LONG = 20_000

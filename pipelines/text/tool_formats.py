@@ -12,8 +12,8 @@ from typing import Any
 
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.json_schema import Schema
-from castiron.vmfb.manifest import Manifest
-from castiron.vmfb.record import RecordError, from_json, short
+from castiron.vmfb.bundle.json_record import RecordError, from_json, short
+from castiron.vmfb.bundle.manifest import Manifest
 
 # Placeholders in the texts of a format: a call's id or index, and an argument's key.
 ID, KEY = "⟨id⟩", "⟨key⟩"

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from castiron.pipelines.cli.main import main
 from castiron.pipelines.server.app import open_app
-from castiron.vmfb.manifest import TOKENIZER, Tokens
+from castiron.vmfb.bundle.manifest import TOKENIZER, Tokens
 from tests.support import toy_text
 from tests.vmfb import toy
 

@@ -16,7 +16,7 @@ from castiron.pipelines.server.app import App, open_api, open_app
 from castiron.pipelines.server.metrics import Metrics
 from castiron.pipelines.server.served_models import ModelPool
 from castiron.pipelines.text.history import normal_messages
-from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.bundle.bundle import open_bundle
 from tests.api.test_responses import COLOUR
 from tests.support import talking
 

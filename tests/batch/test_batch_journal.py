@@ -20,7 +20,7 @@ from castiron.pipelines.batch.journal import TITLE, Journal
 from castiron.pipelines.batch.records import identity
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.engine.engine import Engine
-from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.bundle.bundle import open_bundle
 from tests.batch.test_batch_job import conversion, rows_of
 from tests.engine.test_scheduler import FakeBatch
 from tests.support import served
@@ -156,7 +156,7 @@ def test_a_damaged_line_runs_its_row_again(tmp_path):
 KILLED = """
 import sys, time
 from castiron.pipelines.engine.scheduler import Scheduler
-from castiron.vmfb.batch import Batch
+from castiron.vmfb.run.batch import Batch
 step, begin = Batch.step, Scheduler._start
 def slow(self, tokens):
     time.sleep(float(sys.argv[2]))

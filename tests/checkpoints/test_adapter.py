@@ -27,8 +27,8 @@ from castiron.pipelines.compile.quantise_gguf import quantise
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate.verify import adapter_of, load_reference
 from castiron.reference import hf, tiny
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.run.session import Session
 from tests.checkpoints.test_text_part import MODELS, vision_model
 from tests.compile.test_quantise import quiet
 from tests.support import tokenizer_directories

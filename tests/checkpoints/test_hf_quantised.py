@@ -26,8 +26,8 @@ from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.evaluate.verify import load_reference
 from castiron.reference import hf
 from castiron.reference.tiny import tiny_model
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.run.session import Session
 from tests.emitter.family_harness import Pair, assert_same_logits, prompt
 from tests.support.hf_quantised import SCHEMES, quantise
 from tests.test_end_to_end import greedy

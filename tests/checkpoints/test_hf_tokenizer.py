@@ -22,7 +22,7 @@ from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import render
 from castiron.reference.tiny import tiny_model
-from castiron.vmfb.token_table import table_of
+from castiron.vmfb.bundle.token_table import table_of
 from tests.support.tokenizer_directories import TEMPLATES, base, class_directories, directories, vocabularies, write
 
 TEXTS = (

@@ -27,7 +27,7 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate.verify import checkpoint_of
 from castiron.pipelines.locate import HubName
 from castiron.reference import tiny
-from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.bundle.bundle import open_bundle
 from tests.support import encoders
 from tests.support.hub_stand_in import COMMIT, Hub, serving
 from tests.support.tiny_gguf import write_llama

@@ -23,7 +23,7 @@ from castiron.pipelines.engine.chooser import Chooser
 from castiron.pipelines.engine.sampling import Sampler, Sampling, model_sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import open_app
-from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.bundle.bundle import open_bundle
 from tests.support import toy_text
 from tests.support.tiny_gguf import write_llama
 from tests.support.toy_text import read_json

@@ -14,7 +14,7 @@ import pytest
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.errors import PipelineError
 from castiron.reference.tiny import tiny_model
-from castiron.vmfb.compiler import CompileError
+from castiron.vmfb.compiler.iree_compile import CompileError
 from tests.cli.test_cli import complaint
 from tests.support import toy_text
 from tests.support.tiny_gguf import write_llama

@@ -16,9 +16,9 @@ from castiron.pipelines.compile import open_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.compile.open_model import cached_path
 from castiron.pipelines.errors import PipelineError
-from castiron.vmfb import cache as cache_module
-from castiron.vmfb.cache import KINDS, cache_root, claim
-from castiron.vmfb.manifest import BundleError
+from castiron.vmfb import cache_folder as cache_module
+from castiron.vmfb.bundle.manifest import BundleError
+from castiron.vmfb.cache_folder import KINDS, cache_root, claim
 from tests.cli.test_cli import complaint
 from tests.support.toy_text import read_json
 

@@ -18,8 +18,8 @@ from castiron.pipelines.engine.speculation import Speculator
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.conversation import Chat
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.run.session import Session
 from tests.support import toy_text
 from tests.support.generating import Generation
 

@@ -23,7 +23,7 @@ from castiron.pipelines.compile.open_model import cached_path
 from castiron.pipelines.errors import error_message
 from castiron.pipelines.terminal import Progress
 from castiron.pipelines.text.chat_template import prepare
-from castiron.vmfb.cache import claim
+from castiron.vmfb.cache_folder import claim
 from tests.cli.test_cli import complaint
 from tests.support import toy_text
 from tests.support.tiny_gguf import write_llama
@@ -67,7 +67,7 @@ def test_an_interrupt_is_exit_status_130(bundle, monkeypatch, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("castiron.vmfb.bundle.open_bundle", interrupted)
+    monkeypatch.setattr("castiron.vmfb.bundle.bundle.open_bundle", interrupted)
     assert cli.main(["inspect", bundle]) == 130
     assert capsys.readouterr() == ("", "castiron: interrupted\n")
     assert cli.main(["inspect", bundle, "--json"]) == 130

@@ -19,8 +19,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from castiron.pipelines.cluster.bundle_source import bundle_at
 from castiron.pipelines.errors import PipelineError
-from castiron.vmfb.bundle import open_bundle, pack_bundle
-from castiron.vmfb.manifest import BundleError
+from castiron.vmfb.bundle.bundle import open_bundle, pack_bundle
+from castiron.vmfb.bundle.manifest import BundleError
 from tests.support import toy_text
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from castiron.pipelines.compile.quantise_gguf import quantise
 from castiron.pipelines.compile.weight_codecs import pack_parameter
 from castiron.pipelines.errors import PipelineError
 from castiron.reference import hf, tiny
-from castiron.vmfb.cache import cache_path
+from castiron.vmfb.cache_folder import cache_path
 from tests.compile.test_quantise import quiet
 
 

@@ -11,7 +11,7 @@ from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.compile import compile_model as compiling
 from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
-from castiron.vmfb.compiler import (
+from castiron.vmfb.compiler.iree_compile import (
     CompileError,
 )
 from tests.support.terminal import at_terminal

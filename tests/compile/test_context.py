@@ -9,9 +9,9 @@ import castiron
 from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.engine.memory import needed
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.manifest import BundleError
-from castiron.vmfb.session import Session, SessionError
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.bundle.manifest import BundleError
+from castiron.vmfb.run.session import Session, SessionError
 from tests.support.tiny_gguf import write_llama
 
 FEW = {"batch": (2,), "speculate": (), "prefill": (8,), "threads": 1}

@@ -21,7 +21,7 @@ from castiron.pipelines.compile.named_kernel import KINDS
 from castiron.pipelines.compile.weight_codecs import pack_parameter
 from castiron.reference import hf, interpreter, xla
 from castiron.reference.tiny import tiny_model
-from castiron.vmfb.compiler import compile_mlir
+from castiron.vmfb.compiler.iree_compile import compile_mlir
 from castiron.vmfb.targets import resolve
 from tests.emitter.golden_kernels import INSTANCES, kind
 from tests.emitter.linear_cases import dot_error, raw_rows

@@ -15,8 +15,8 @@ from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.evaluate.random_checkpoint import raw_rows
 from castiron.vmfb import targets
-from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
+from castiron.vmfb.run.session import Session
 from tests.support import tiny_gguf
 
 TYPES = gguf.GGMLQuantizationType

@@ -15,7 +15,7 @@ from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
 from castiron.emitter.printer import print_module
 from castiron.reference.tiny import FAMILIES
-from castiron.vmfb.compiler import compile_mlir
+from castiron.vmfb.compiler.iree_compile import compile_mlir
 from castiron.vmfb.targets import resolve
 from tests.emitter.family_harness import pair
 

@@ -14,9 +14,9 @@ from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.compile.open_model import cached_path
 from castiron.pipelines.compile.quantise_gguf import quantise
 from castiron.reference.tiny import tiny_model
-from castiron.vmfb import drivers
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.compiler import compile_mlir
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.compiler.iree_compile import compile_mlir
+from castiron.vmfb.device import gpus
 from castiron.vmfb.targets import resolve
 from tests.emitter.family_harness import pair
 from tests.emitter.test_models import SHAPES
@@ -61,7 +61,7 @@ def test_a_device_is_checked_before_a_model_is_compiled_for_it(quantised, monkey
     def fail(name):
         raise RuntimeError("UNAVAILABLE; no libcuda.so")
 
-    monkeypatch.setattr(drivers, "create_hal_driver", fail)
+    monkeypatch.setattr(gpus, "create_hal_driver", fail)
     run = ["run", str(quantised), "--tokens", "5", "--device"]
     assert cli.main([*run, "cuda:0"]) == 1
     assert capsys.readouterr().err == "castiron: cannot use cuda (no libcuda.so); it needs NVIDIA's driver with libcuda.so\n"

@@ -20,8 +20,8 @@ from jax.interpreters.mlir import make_ir_context
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
-from castiron.vmfb.bundle import open_bundle, pack_bundle
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import open_bundle, pack_bundle
+from castiron.vmfb.run.session import Session
 from tests.support.tiny_gguf import write_llama
 from tests.support.toy_text import read_json
 from tests.test_end_to_end import greedy

@@ -43,7 +43,7 @@ BUNDLE, TILES = "the key of a bundle", "the key of tiles"
         ("pipelines/checkpoints/gguf/config_rules.py", {BUNDLE}),
         ("pipelines/compile/compile_model.py", {BUNDLE}),
         ("pipelines/text/tool_formats.py", {BUNDLE}),
-        ("vmfb/weights.py", {BUNDLE}),
+        ("vmfb/bundle/irpa.py", {BUNDLE}),
         ("pipelines/cli/compile.py", set()),
         ("pipelines/engine/engine.py", set()),
         ("pipelines/evaluate/tune.py", set()),

@@ -19,8 +19,8 @@ from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.compile.tile_store import Finding, Key
 from castiron.pipelines.errors import PipelineError
-from castiron.vmfb.compiler import CompileResult
-from castiron.vmfb.cpu import physical_cores
+from castiron.vmfb.compiler.iree_compile import CompileResult
+from castiron.vmfb.cpu_features import physical_cores
 from castiron.vmfb.targets import resolve
 from tests.support.tiny_gguf import write_llama
 

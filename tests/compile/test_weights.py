@@ -20,8 +20,8 @@ from castiron.pipelines.compile.weight_codecs import FLOATS, QUANTISED, WEIGHTS,
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate.verify import load_reference
 from castiron.reference import hf, tiny
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.run.session import Session
 from tests.support.tiny_gguf import write_llama
 from tests.test_end_to_end import greedy
 

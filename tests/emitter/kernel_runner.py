@@ -15,8 +15,8 @@ from castiron.emitter import ops
 from castiron.emitter.ir import Module, current_function
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.printer import print_module
-from castiron.vmfb.compiler import compile_mlir
-from castiron.vmfb.device import STACK_BYTES
+from castiron.vmfb.compiler.iree_compile import compile_mlir
+from castiron.vmfb.device.cpu_device import STACK_BYTES
 from castiron.vmfb.targets import missing_features, resolve
 
 THREADS = {1: "local-sync", 2: "local-task"}

@@ -15,7 +15,7 @@ import pytest
 
 from castiron.pipelines.cli import main as cli
 from castiron.reference.tiny import tiny_model
-from castiron.vmfb.cache import cache_folder
+from castiron.vmfb.cache_folder import cache_folder
 from tests.mutants.running import Copy
 
 ROOT = Path(__file__).parent.parent.parent

@@ -24,9 +24,9 @@ from castiron.pipelines.text.conversation import Chat
 from castiron.pipelines.text.generation import check_draft, open_draft
 from castiron.pipelines.text.tokenizer import load_tokenizer
 from castiron.reference import tiny
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.manifest import TOKENIZER
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.bundle.manifest import TOKENIZER
+from castiron.vmfb.run.session import Session
 from tests.engine.test_speculate import Parrot
 from tests.support import served
 from tests.support.fake_session import FakeSession

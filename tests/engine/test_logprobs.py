@@ -14,7 +14,7 @@ from castiron.pipelines.engine.request import Finished, Request
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import open_app
 from castiron.pipelines.text.tokenizer import Tokenizer
-from castiron.vmfb.session import Session
+from castiron.vmfb.run.session import Session
 from tests.support import served, structured
 
 path, model = structured.path, structured.model

@@ -10,8 +10,8 @@ from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.engine import memory
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.manifest import WEIGHTS
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.bundle.manifest import WEIGHTS
 from tests.support import toy_text
 from tests.support.tiny_gguf import write_llama
 from tests.vmfb import toy

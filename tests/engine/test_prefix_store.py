@@ -19,10 +19,10 @@ from castiron.pipelines.engine.prefix_store import MIN_CHUNKS, PrefixStore
 from castiron.pipelines.engine.request import Request
 from castiron.pipelines.text.conversation import STATE, Chat
 from castiron.pipelines.text.tokenizer import load_tokenizer
-from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.manifest import MODEL, WEIGHTS
-from castiron.vmfb.session import Session
-from castiron.vmfb.state_file import identity, read_head, read_rows, write_state
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
+from castiron.vmfb.bundle.manifest import MODEL, WEIGHTS
+from castiron.vmfb.run.session import Session
+from castiron.vmfb.run.state_file import identity, read_head, read_rows, write_state
 from tests.families.checkpoints import VOCAB, bundle
 from tests.support import served
 

@@ -17,7 +17,7 @@ from castiron.pipelines.engine.sampling import Sampler, Sampling
 from castiron.pipelines.engine.scheduler import ModelFailed, Scheduler
 from castiron.pipelines.text.text_output import Delta, text_request
 from castiron.pipelines.text.tokenizer import Tokenizer
-from castiron.vmfb.session import SessionError
+from castiron.vmfb.run.session import SessionError
 from tests.support.fake_session import FakeSession
 from tests.support.generating import generate_many
 from tests.support.served import tokenizer
@@ -99,7 +99,7 @@ class Slot(FakeSession):
 
 
 class FakeBatch:
-    """Slots as `castiron.vmfb.batch.Batch` has them, and a record of what was run."""
+    """Slots as `castiron.vmfb.run.batch.Batch` has them, and a record of what was run."""
 
     def __init__(self, size: int):
         self.work: list[tuple] = []

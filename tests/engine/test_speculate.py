@@ -19,8 +19,8 @@ from castiron.pipelines.engine.sampling import NEAR, lead
 from castiron.pipelines.engine.speculation import Speculator
 from castiron.pipelines.text.generation import Stream
 from castiron.reference import tiny
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.session import Session, SessionError
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.run.session import Session, SessionError
 from tests.support.fake_session import FakeSession
 from tests.support.generating import Generation
 

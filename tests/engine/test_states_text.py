@@ -11,7 +11,7 @@ from castiron.pipelines.engine.request import Request
 from castiron.pipelines.engine.speculation import Speculator
 from castiron.pipelines.text.conversation import Chat
 from castiron.pipelines.text.tokenizer import load_tokenizer
-from castiron.vmfb.session import Session
+from castiron.vmfb.run.session import Session
 from tests.families.checkpoints import FAMILIES, HYBRIDS, VOCAB, bundle
 from tests.support.generating import Generation, generate_many
 

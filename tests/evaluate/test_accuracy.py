@@ -16,9 +16,9 @@ from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.evaluate import perplexity
 from castiron.pipelines.evaluate.perplexity import bundle_logits, chunks_of
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.manifest import BundleError, dump, parse
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.bundle.manifest import BundleError, dump, parse
+from castiron.vmfb.run.session import Session
 from tests.support import tiny_gguf
 from tests.support.toy_text import read_json
 

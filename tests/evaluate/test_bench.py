@@ -30,7 +30,7 @@ from castiron.pipelines.evaluate.machine import (
     chains_of,
     probes_of,
 )
-from castiron.vmfb.compiler import compile_modules
+from castiron.vmfb.compiler.iree_compile import compile_modules
 from castiron.vmfb.targets import TARGETS
 from tests.support import toy_text
 from tests.support.tiny_gguf import write_llama

@@ -16,9 +16,9 @@ from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.evaluate import perplexity
 from castiron.pipelines.evaluate.perplexity import Compared, bundle_logits, chunks_of, compare_row, log_softmax
 from castiron.reference import hf
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.cpu import host_features
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.cpu_features import host_features
+from castiron.vmfb.run.session import Session
 from castiron.vmfb.targets import TILES
 from tests.support import served, tiny_gguf
 from tests.support.toy_text import read_json

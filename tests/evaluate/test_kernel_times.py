@@ -21,7 +21,7 @@ from castiron.pipelines.cli.explain import (
 from castiron.pipelines.evaluate import bench_kernel
 from castiron.pipelines.evaluate.bench import limited
 from castiron.pipelines.evaluate.machine import ATTEMPTS, busy_signs
-from castiron.vmfb.profile import Dispatch, Profile
+from castiron.vmfb.device.profile import Dispatch, Profile
 from tests.evaluate.test_bench import FixedMachine
 
 LIMITS = {

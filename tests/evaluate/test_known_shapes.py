@@ -21,7 +21,7 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate import bench_engines as bench
 from castiron.pipelines.evaluate import random_checkpoint
 from castiron.pipelines.evaluate.random_checkpoint import SHAPES, checkpoint_of, gguf_parts, tiled_rows
-from castiron.vmfb.staging import replace_file
+from castiron.vmfb.atomic_write import replace_file
 from tests.evaluate.test_bench import ENGINE_KEYS, FixedMachine
 from tests.support.toy_text import read_json
 

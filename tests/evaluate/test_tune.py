@@ -14,9 +14,9 @@ from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile import tile_store as store
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.evaluate.tune import REPEATS_TO_CONFIRM, Bench, MatmulSearch, answers, neighbours, search
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.cache import cache_folder
-from castiron.vmfb.compiler import CompileError
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.cache_folder import cache_folder
+from castiron.vmfb.compiler.iree_compile import CompileError
 from tests.support.tiny_gguf import write_llama
 from tests.support.toy_text import read_json
 

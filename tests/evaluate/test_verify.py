@@ -16,8 +16,8 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate import verify
 from castiron.pipelines.evaluate.verify import random_prompts, read_prompts
 from castiron.reference import hf, tiny
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.run.session import Session
 from tests.support import toy_text
 from tests.support.toy_text import CONTEXT, read_json
 

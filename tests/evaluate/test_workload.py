@@ -13,7 +13,7 @@ from castiron.emitter.models import build
 from castiron.pipelines.compile.bundle_manifest import work_of
 from castiron.pipelines.evaluate.bench import Workload
 from castiron.pipelines.evaluate.bench_engines import Settings
-from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.bundle.bundle import open_bundle
 from tests.support import toy_text
 
 SMOLLM2 = {"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,

@@ -9,7 +9,7 @@ from pathlib import Path
 from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.reference.tiny import tiny_model
-from castiron.vmfb.bundle import Bundle, open_bundle
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
 from tests.support import served
 
 VOCAB = len(served.SPECIAL) + len(served.LETTERS)

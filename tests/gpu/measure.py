@@ -21,10 +21,10 @@ import numpy as np
 from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.evaluate import random_checkpoint
-from castiron.vmfb.batch import Batch
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.drivers import DeviceError, devices_of
-from castiron.vmfb.manifest import WEIGHTS
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.bundle.manifest import WEIGHTS
+from castiron.vmfb.device.gpus import DeviceError, devices_of
+from castiron.vmfb.run.batch import Batch
 
 MODELS = ("smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b-instruct")
 FOLDER = Path("build/gpu")

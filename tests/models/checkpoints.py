@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from castiron.vmfb.cache import cache_root
-from castiron.vmfb.staging import locked
+from castiron.vmfb.atomic_write import locked
+from castiron.vmfb.cache_folder import cache_root
 
 
 def gguf_of_parts(archives: Sequence[Path], folder: Path) -> None:

@@ -18,8 +18,8 @@ from castiron.pipelines.checkpoints.gguf.gguf_file import GgufFile, read_gguf
 from castiron.pipelines.checkpoints.gguf.tokenizer_json import tokenizer_json
 from castiron.pipelines.checkpoints.gguf.vocabulary import eos_token_ids
 from castiron.pipelines.text.lazy_tokenizer import LazyTokenizer
-from castiron.vmfb.archive import Part
-from castiron.vmfb.token_table import table_of
+from castiron.vmfb.bundle.archive import Part
+from castiron.vmfb.bundle.token_table import table_of
 from tests.models.checkpoints import fetch
 from tests.support.llama_cpp_texts import is_comparable, texts
 

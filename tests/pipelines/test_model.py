@@ -26,9 +26,9 @@ from castiron.pipelines.compile.open_model import cached_path, open_or_compile, 
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.reference import tiny
-from castiron.vmfb.bundle import pack_bundle
-from castiron.vmfb.compiler import CompileError
-from castiron.vmfb.session import Session, move_to
+from castiron.vmfb.bundle.bundle import pack_bundle
+from castiron.vmfb.compiler.iree_compile import CompileError
+from castiron.vmfb.run.session import Session, move_to
 from tests.support import served, toy_text
 
 PROMPTS = ["Hello", "Why is the sky blue?", "abc", "Hello there", "x", "To be, or not", "Hello you"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import castiron
-from castiron.vmfb.cache import cache_folder
+from castiron.vmfb.cache_folder import cache_folder
 from tests.support import served, toy_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "python.md"

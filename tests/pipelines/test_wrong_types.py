@@ -10,7 +10,7 @@ import castiron
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.errors import error_message
 from castiron.pipelines.model import GenerationOptions
-from castiron.vmfb.compiler import CompileError
+from castiron.vmfb.compiler.iree_compile import CompileError
 from tests.support import toy_text
 from tests.support.tiny_gguf import write_llama
 

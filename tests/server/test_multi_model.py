@@ -20,7 +20,7 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import App, open_api
 from castiron.pipelines.server.metrics import Metrics
 from castiron.pipelines.server.served_models import ModelPool
-from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.bundle.bundle import open_bundle
 from tests.support.served import MESSAGES, RENDERED, SLOTS, ReferenceSession, bundle, served
 
 pytestmark = pytest.mark.anyio

@@ -20,7 +20,7 @@ from castiron.pipelines.server import app, exchange
 from castiron.pipelines.server.metrics import Metrics
 from castiron.pipelines.server.routes import OPENAPI as PATH
 from castiron.pipelines.server.served_models import ModelPool
-from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.bundle.bundle import open_bundle
 from tests.support.served import served
 
 KEY = {"Authorization": "Bearer key"}

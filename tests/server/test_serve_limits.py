@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from castiron.pipelines.cli import main as cli
-from castiron.vmfb.bundle import open_bundle, pack_bundle
+from castiron.vmfb.bundle.bundle import open_bundle, pack_bundle
 from tests.support import toy_text
 from tests.support.served import CONTEXT, MESSAGES, RENDERED, SLOTS, ask, served
 

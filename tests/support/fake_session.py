@@ -8,7 +8,7 @@ import numpy as np
 
 
 class FakeSession:
-    """A `castiron.vmfb.session.Session` without a model; `fed`: the tokens that it has read."""
+    """A `castiron.vmfb.run.session.Session` without a model; `fed`: the tokens that it has read."""
 
     def __init__(self, context: int = 10**6, eos=(), prefill_widths=(), verify=()):
         self.context, self.fed = context, []

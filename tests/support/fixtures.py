@@ -10,7 +10,7 @@ import pytest
 from castiron.pipelines.checkpoints.catalogue import fetch
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
-from castiron.vmfb.cache import cache_folder
+from castiron.vmfb.cache_folder import cache_folder
 from tests.support.batch_jobs import Jobs
 from tests.support.browser import Browser, find
 

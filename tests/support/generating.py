@@ -13,8 +13,8 @@ from castiron.pipelines.text import generation
 from castiron.pipelines.text.generation import Stream, encode_prompt
 from castiron.pipelines.text.text_output import text_request
 from castiron.pipelines.text.tokenizer import Tokenizer
-from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import Bundle
+from castiron.vmfb.run.session import Session
 
 
 def Generation(

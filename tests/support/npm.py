@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from castiron.vmfb.cache import cache_root
-from castiron.vmfb.staging import locked
+from castiron.vmfb.atomic_write import locked
+from castiron.vmfb.cache_folder import cache_root
 
 needs_node = pytest.mark.skipif(
     not (shutil.which("node") and shutil.which("npm")), reason="no Node.js here: apt-get install nodejs npm"

@@ -24,8 +24,8 @@ from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
 from castiron.reference import tiny
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.run.session import Session
 
 CONTEXT, SLOTS = 126, 4
 SPECIAL = ("<unk>", "<s>", "</s>")
@@ -125,8 +125,8 @@ def ask(
 # file argv[2] exists.
 SLOW = """
 import itertools, os, sys, time
-from castiron.vmfb.batch import Batch
-from castiron.vmfb.session import Session
+from castiron.vmfb.run.batch import Batch
+from castiron.vmfb.run.session import Session
 steps = itertools.count()
 def slowly(function, pause):
     def slow(*arguments):

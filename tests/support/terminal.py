@@ -19,12 +19,12 @@ SLOW = """
 import sys, time
 if sys.argv[2]:
     sys.modules[sys.argv[2]] = None
-import castiron.vmfb.session
-step = castiron.vmfb.session.Session.step
+import castiron.vmfb.run.session
+step = castiron.vmfb.run.session.Session.step
 def slow(self, token):
     time.sleep(float(sys.argv[1]))
     return step(self, token)
-castiron.vmfb.session.Session.step = slow
+castiron.vmfb.run.session.Session.step = slow
 from castiron.pipelines.cli.main import main
 sys.exit(main(sys.argv[3:]))
 """

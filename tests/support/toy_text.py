@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from castiron.vmfb.manifest import TEMPLATE, TOKENIZER, Tokens
+from castiron.vmfb.bundle.manifest import TEMPLATE, TOKENIZER, Tokens
 from tests.vmfb import toy
 from tests.vmfb.toy import CONTEXT, WIDTHS  # noqa: F401
 

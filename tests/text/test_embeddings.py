@@ -12,8 +12,8 @@ from castiron.emitter.types import EmitError
 from castiron.pipelines.compile.open_model import options_of
 from castiron.pipelines.errors import PipelineError
 from castiron.reference import hf
-from castiron.vmfb.program import SessionError
-from castiron.vmfb.session import Session
+from castiron.vmfb.device.program import SessionError
+from castiron.vmfb.run.session import Session
 from tests.support import served, toy_text
 
 

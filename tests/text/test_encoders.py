@@ -25,11 +25,11 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import App, open_api, open_app
 from castiron.pipelines.server.metrics import Metrics
 from castiron.pipelines.server.served_models import ModelPool
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.encoder import Encoder
-from castiron.vmfb.manifest import BundleError, dump, parse
-from castiron.vmfb.program import SessionError
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.bundle.manifest import BundleError, dump, parse
+from castiron.vmfb.device.program import SessionError
+from castiron.vmfb.run.encoder import Encoder
+from castiron.vmfb.run.session import Session
 from tests.support import encoders, hf_to_gguf, served
 from tests.support.tiny_gguf import write_gguf
 from tests.support.toy_text import read_json

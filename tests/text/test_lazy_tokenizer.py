@@ -23,10 +23,10 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text import lazy_tokenizer
 from castiron.pipelines.text.lazy_tokenizer import LazyTokenizer
 from castiron.pipelines.text.tokenizer import Detokeniser, Tokenizer, load_tokenizer
-from castiron.vmfb.archive import Part
-from castiron.vmfb.bundle import open_bundle, pack_bundle
-from castiron.vmfb.manifest import TABLE, TEMPLATE, TOKENIZER, BundleError, Tokens
-from castiron.vmfb.token_table import TokenTable, table_of
+from castiron.vmfb.bundle.archive import Part
+from castiron.vmfb.bundle.bundle import open_bundle, pack_bundle
+from castiron.vmfb.bundle.manifest import TABLE, TEMPLATE, TOKENIZER, BundleError, Tokens
+from castiron.vmfb.bundle.token_table import TokenTable, table_of
 from tests.support import served
 from tests.vmfb import hostile_bundles, toy
 

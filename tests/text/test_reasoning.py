@@ -22,7 +22,7 @@ from castiron.pipelines.server.app import open_app
 from castiron.pipelines.text.conversation import Chat
 from castiron.pipelines.text.reasoning import Reasoning, ReasoningSplitter, marks_of
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
-from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.bundle.bundle import open_bundle
 from tests.support import toy_text
 from tests.support.fake_session import FakeSession
 from tests.support.generating import Generation

@@ -19,8 +19,8 @@ from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.grammar import GrammarError
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
-from castiron.vmfb.batch import Batch
-from castiron.vmfb.session import Session
+from castiron.vmfb.run.batch import Batch
+from castiron.vmfb.run.session import Session
 from tests.support import schemas, structured
 from tests.support.generating import Generation
 

@@ -14,7 +14,7 @@ from castiron.pipelines.text.chat_template import variables_of
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
 from castiron.pipelines.text.tool_formats import ToolFormat
 from castiron.reference.tiny import tiny_model
-from castiron.vmfb.bundle import open_bundle
+from castiron.vmfb.bundle.bundle import open_bundle
 from tests.support import served
 from tests.support.tiny_gguf import write_llama
 from tests.support.tokenizer_directories import base, write

@@ -22,11 +22,11 @@ import pytest
 
 from castiron.emitter.abi import functions
 from castiron.pipelines.text.tokenizer import load_tokenizer
-from castiron.vmfb.batch import Batch
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.manifest import BundleError
-from castiron.vmfb.record import to_json
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.bundle.json_record import to_json
+from castiron.vmfb.bundle.manifest import BundleError
+from castiron.vmfb.run.batch import Batch
+from castiron.vmfb.run.session import Session
 from tests.support import toy_text
 from tests.support.hostile import limited
 from tests.support.hostile_mutants import dumped, mutate_tree

@@ -8,10 +8,10 @@ import zipfile
 
 import pytest
 
-from castiron.vmfb.archive import ALIGNMENT, open_archive
-from castiron.vmfb.bundle import open_bundle, pack_bundle
-from castiron.vmfb.manifest import MODEL, WEIGHTS, BundleError
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.archive import ALIGNMENT, open_archive
+from castiron.vmfb.bundle.bundle import open_bundle, pack_bundle
+from castiron.vmfb.bundle.manifest import MODEL, WEIGHTS, BundleError
+from castiron.vmfb.run.session import Session
 from tests.vmfb.hostile_bundles import flip_byte, rejection
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from castiron.emitter.abi import functions
-from castiron.vmfb import bundle
-from castiron.vmfb.archive import Part
-from castiron.vmfb.bundle import BundleWriter, open_bundle
-from castiron.vmfb.manifest import MODEL, TOKENIZER, WEIGHTS, BundleError, dump, parse
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle import bundle
+from castiron.vmfb.bundle.archive import Part
+from castiron.vmfb.bundle.bundle import BundleWriter, open_bundle
+from castiron.vmfb.bundle.manifest import MODEL, TOKENIZER, WEIGHTS, BundleError, dump, parse
+from castiron.vmfb.run.session import Session
 from castiron.vmfb.targets import TILES
 from tests.vmfb import toy
 from tests.vmfb.hostile_bundles import rejection

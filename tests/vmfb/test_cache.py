@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from castiron.vmfb import cache
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.cache import KINDS, cache_folder, cache_path, cache_root, claim, clear, is_own, keep, usage
-from castiron.vmfb.compiler import compile_mlir
-from castiron.vmfb.session import Session
-from castiron.vmfb.staging import staging_folder
+from castiron.vmfb import cache_folder as cache
+from castiron.vmfb.atomic_write import staging_folder
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.cache_folder import KINDS, cache_folder, cache_path, cache_root, claim, clear, is_own, keep, usage
+from castiron.vmfb.compiler.iree_compile import compile_mlir
+from castiron.vmfb.run.session import Session
 from castiron.vmfb.targets import TARGETS
 from tests.vmfb.test_compiler import ADD
 
@@ -90,7 +90,9 @@ def test_a_read_only_cache_is_read(tmp_path, monkeypatch):
 
 def test_a_temporary_cache_is_removed_at_exit(no_cache, tmp_path):
     (tmp_path / "tmp").mkdir()
-    code = "from castiron.vmfb.cache import cache_folder; p = cache_folder('compile'); (p / 'x').write_text(''); print(p)"
+    code = (
+        "from castiron.vmfb.cache_folder import cache_folder; p = cache_folder('compile'); (p / 'x').write_text(''); print(p)"
+    )
     environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": os.getcwd()}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()).is_relative_to(tmp_path / "tmp")

@@ -7,8 +7,8 @@ from itertools import chain, combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from castiron.vmfb.batch import Cover
-from castiron.vmfb.chunks import chunks
+from castiron.vmfb.run.batch import Cover
+from castiron.vmfb.run.chunks import chunks
 
 
 @st.composite

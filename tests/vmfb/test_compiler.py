@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from castiron.vmfb import compiler
-from castiron.vmfb.compiler import CompileError, compile_mlir, compile_modules
-from castiron.vmfb.staging import remove_abandoned
+from castiron.vmfb.atomic_write import remove_abandoned
+from castiron.vmfb.compiler import iree_compile
+from castiron.vmfb.compiler.iree_compile import CompileError, compile_mlir, compile_modules
 from castiron.vmfb.targets import TARGETS
 
 SMALL = """func.func @f(%a: !four) -> !four {{
@@ -95,7 +95,7 @@ def test_an_interrupt_or_a_kill_ends_the_compiler_and_leaves_nothing(how, tmp_pa
     code = f"""
 from pathlib import Path
 from tests.vmfb import toy
-from castiron.vmfb.compiler import compile_mlir
+from castiron.vmfb.compiler.iree_compile import compile_mlir
 from castiron.vmfb.targets import TARGETS
 folder = Path({str(tmp_path)!r})
 compile_mlir(toy.module_text(512, tuple(range(2, 40))), TARGETS["host"], folder / "out/m", cache_dir=folder / "c")
@@ -158,7 +158,7 @@ def test_the_results_unused_for_longest_are_removed(tmp_path, monkeypatch):
     for path in store.glob("*.vmfb"):
         os.utime(path, (1, 1))
     assert cached("add")
-    monkeypatch.setattr(compiler, "MAX_CACHE_BYTES", sum(path.stat().st_size for path in store.glob("*.vmfb")) + 100)
+    monkeypatch.setattr(iree_compile, "MAX_CACHE_BYTES", sum(path.stat().st_size for path in store.glob("*.vmfb")) + 100)
     assert not cached("subtract")
     assert len(list(store.glob("*.vmfb"))) == len(list(store.glob("*.json"))) == 2
     assert cached("add") and cached("subtract") and not cached("multiply")

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from castiron.vmfb.device import _create, device, lower_priority
+from castiron.vmfb.device.cpu_device import _create, device, lower_priority
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has SCHED_BATCH")
 

@@ -13,10 +13,10 @@ import pytest
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.open_model import open_or_compile
 from castiron.pipelines.text.tokenizer import load_tokenizer
-from castiron.vmfb.archive import Part
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.manifest import BundleError
-from castiron.vmfb.state_file import StateError, read_head, write_state
+from castiron.vmfb.bundle.archive import Part
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.bundle.manifest import BundleError
+from castiron.vmfb.run.state_file import StateError, read_head, write_state
 from tests.support.hostile import ACCEPTED, REJECTED, fine
 from tests.vmfb import hostile_bundles
 from tests.vmfb.hostile_bundles import flip_byte, rejection

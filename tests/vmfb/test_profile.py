@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.manifest import BundleError
-from castiron.vmfb.profile import Dispatch, Profile, median_of, profile
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
+from castiron.vmfb.bundle.manifest import BundleError
+from castiron.vmfb.device.profile import Dispatch, Profile, median_of, profile
 from tests.vmfb.toy import CONTEXT
 
 

@@ -16,11 +16,11 @@ import iree.runtime as rt
 import numpy as np
 import pytest
 
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.device import vm_instance
-from castiron.vmfb.manifest import WEIGHTS
-from castiron.vmfb.program import Program
-from castiron.vmfb.session import Session, SessionError
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.bundle.manifest import WEIGHTS
+from castiron.vmfb.device.cpu_device import vm_instance
+from castiron.vmfb.device.program import Program
+from castiron.vmfb.run.session import Session, SessionError
 from tests.vmfb import toy
 from tests.vmfb.toy import CONTEXT
 
@@ -142,8 +142,8 @@ def test_a_process_exits_cleanly_with_a_session(toy_dir, threads, tmp_path):
     (tmp_path / "main.py").write_text(
         f"""
 import threading, time, holder
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.session import Session
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.run.session import Session
 session = Session(open_bundle({str(toy_dir)!r}), {threads})
 session.prefill([1, 2, 3, 4, 5, 6, 7, 8, 9])
 session.step(1)
@@ -257,8 +257,8 @@ def test_the_runtime_never_frees_an_object_of_python(toy_dir, monkeypatch):
 
 FORKING = """
 import multiprocessing, os, signal, sys
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.session import Session, SessionError
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.run.session import Session, SessionError
 session = Session(open_bundle({path!r}), {threads})
 session.prefill({first})
 

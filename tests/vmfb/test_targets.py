@@ -6,8 +6,8 @@ import struct
 
 import pytest
 
-from castiron.vmfb import cpu, targets
-from castiron.vmfb.compiler import compile_mlir
+from castiron.vmfb import cpu_features, targets
+from castiron.vmfb.compiler.iree_compile import compile_mlir
 from castiron.vmfb.targets import TARGETS, Target, TargetError, missing_features, resolve
 from tests.vmfb import toy
 
@@ -19,7 +19,7 @@ ZEN4 = (
 
 
 def test_cpuinfo_is_read_under_llvms_names():
-    found = cpu.cpuinfo_features(f"processor\t: 0\nmodel name\t: AMD EPYC 9B14\nflags\t\t: {ZEN4}\n")
+    found = cpu_features.cpuinfo_features(f"processor\t: 0\nmodel name\t: AMD EPYC 9B14\nflags\t\t: {ZEN4}\n")
     assert set(TARGETS["x86-64-v4"].features) <= found
     assert {"avx512vnni", "avx512bf16", "gfni"} <= found and not {"sha_ni", "vaes"} & found
     assert targets.isa_of("x86_64", found) == "avx512bf16"
@@ -28,10 +28,10 @@ def test_cpuinfo_is_read_under_llvms_names():
 
 def test_hwcaps_are_read_under_llvms_names():
     # fp asimd aes crc32 atomics fphp asimdhp asimdrdm asimddp
-    arm = cpu.hwcap_features(0x10178B, 0)
+    arm = cpu_features.hwcap_features(0x10178B, 0)
     assert arm == set(TARGETS["aarch64"].features) and targets.isa_of("aarch64", arm) == "neon"
     # Graviton 3 also has sve, i8mm and bf16.
-    graviton3 = cpu.hwcap_features(0x50178B, 0x6000)
+    graviton3 = cpu_features.hwcap_features(0x50178B, 0x6000)
     assert graviton3 == {*TARGETS["aarch64-i8mm"].features, "sve"} and targets.isa_of("aarch64", graviton3) == "neoni8mm"
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from castiron.vmfb import disk
-from castiron.vmfb.weights import WeightsError, write_irpa
+from castiron.vmfb import file_errors
+from castiron.vmfb.bundle.irpa import WeightsError, write_irpa
 
 
 def read(path) -> dict[str, tuple[int, bytes]]:
@@ -85,10 +85,10 @@ def test_invalid_tensors_leave_no_file(tmp_path, entries, message):
 @pytest.mark.parametrize("sizes", [[0, 5, 64, 1, 63], [200, 1], [63, 1, 128], [130, 130, 130], [1] * 130, []])
 def test_a_large_page_writer_writes_aligned_multiples(monkeypatch, sizes):
     """All writes but the last are whole pages, so that each page of the file is written at once."""
-    monkeypatch.setattr(disk, "LARGE_PAGE", 64)
+    monkeypatch.setattr(file_errors, "LARGE_PAGE", 64)
     written = []
     data = np.random.default_rng(0).integers(0, 256, sum(sizes), np.uint8).tobytes()
-    out, start = disk.LargePageWriter(SimpleNamespace(write=lambda part: written.append(bytes(part)))), 0
+    out, start = file_errors.LargePageWriter(SimpleNamespace(write=lambda part: written.append(bytes(part)))), 0
     for size in sizes:
         out.write(memoryview(data)[start : start + size])
         start += size

@@ -18,11 +18,11 @@ from castiron.emitter.abi import State, functions
 from castiron.emitter.ir import Module, Param, Source, Value, current_function, parameter
 from castiron.emitter.printer import print_module
 from castiron.emitter.types import F32, I32, TensorType
-from castiron.vmfb.bundle import Bundle, BundleWriter
-from castiron.vmfb.compiler import compile_mlir, compiler_version
-from castiron.vmfb.manifest import MODEL, WEIGHTS, Manifest, Versions
+from castiron.vmfb.bundle.bundle import Bundle, BundleWriter
+from castiron.vmfb.bundle.irpa import write_irpa
+from castiron.vmfb.bundle.manifest import MODEL, WEIGHTS, Manifest, Versions
+from castiron.vmfb.compiler.iree_compile import compile_mlir, compiler_version
 from castiron.vmfb.targets import TARGETS
-from castiron.vmfb.weights import write_irpa
 
 LAYERS, HEAD_DIM, VOCAB = 2, 4, 32
 # The context and the prefill widths of most toy bundles.

@@ -11,8 +11,8 @@ import pytest
 from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.reference.tiny import tiny_model
-from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.drivers import DeviceError, devices_of
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
+from castiron.vmfb.device.gpus import DeviceError, devices_of
 
 
 @pytest.fixture(scope="session", autouse=True)

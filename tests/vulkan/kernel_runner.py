@@ -12,7 +12,7 @@ import numpy as np
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kv_cache import CACHES
 from castiron.emitter.types import BF16, TensorType
-from castiron.vmfb.drivers import find_device, open_device
+from castiron.vmfb.device.gpus import find_device, open_device
 from tests.emitter.kernel_runner import INDEX, compile_kernels
 
 _HOST = rt.MemoryType.HOST_LOCAL | rt.MemoryType.DEVICE_VISIBLE

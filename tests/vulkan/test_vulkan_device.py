@@ -13,13 +13,14 @@ from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.evaluate import random_checkpoint
 from castiron.reference.tiny import tiny_model
-from castiron.vmfb import device_program, drivers, targets
-from castiron.vmfb.bundle import open_bundle
-from castiron.vmfb.drivers import DeviceError, devices_of
-from castiron.vmfb.open_program import open_program
-from castiron.vmfb.program import SessionError
-from castiron.vmfb.session import Session
-from castiron.vmfb.upload import Upload
+from castiron.vmfb import targets
+from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.device import gpu_program, gpus
+from castiron.vmfb.device.gpus import DeviceError, devices_of
+from castiron.vmfb.device.open_program import open_program
+from castiron.vmfb.device.program import SessionError
+from castiron.vmfb.device.upload import Upload
+from castiron.vmfb.run.session import Session
 from tests.gpu import measure
 
 OPTIONS = {"context": 32, "prefill": (8,), "batch": (), "speculate": ()}
@@ -60,9 +61,7 @@ def test_the_device_of_a_bundle_can_be_chosen(gpu, llvmpipe, capsys):
 
 
 def test_a_missing_driver_is_one_line(gpu, monkeypatch, capsys):
-    monkeypatch.setattr(
-        drivers, "create_hal_driver", lambda name: (_ for _ in ()).throw(RuntimeError("NOT_FOUND; no libvulkan"))
-    )
+    monkeypatch.setattr(gpus, "create_hal_driver", lambda name: (_ for _ in ()).throw(RuntimeError("NOT_FOUND; no libvulkan")))
     assert cli.main(["run", str(gpu.path), "--tokens", "5", "-n", "1"]) == 1
     error = capsys.readouterr().err
     assert "cannot use vulkan (no libvulkan); it needs the Vulkan loader" in error and error.count("\n") == 1
@@ -70,8 +69,8 @@ def test_a_missing_driver_is_one_line(gpu, monkeypatch, capsys):
 
 def test_too_little_memory_is_reported_before_the_upload(gpu, monkeypatch):
     (info, *_) = devices_of("vulkan")
-    monkeypatch.setattr(device_program, "find_device", lambda driver, chosen: replace(info, memory=100_000))
-    monkeypatch.setattr(device_program, "Upload", None)
+    monkeypatch.setattr(gpu_program, "find_device", lambda driver, chosen: replace(info, memory=100_000))
+    monkeypatch.setattr(gpu_program, "Upload", None)
     with pytest.raises(DeviceError, match=r"too little memory on vulkan:0 .*: 0\.00 GB, but the model needs"):
         Session(gpu)
 
@@ -88,7 +87,7 @@ def test_failures_of_the_device_are_one_line(gpu, monkeypatch):
         raise RuntimeError("RESOURCE_EXHAUSTED; no memory")
 
     full = SimpleNamespace(allocator=SimpleNamespace(allocate_buffer_copy=fail))
-    monkeypatch.setattr(device_program, "Upload", lambda info, device, *given: Upload(info, full, *given))
+    monkeypatch.setattr(gpu_program, "Upload", lambda info, device, *given: Upload(info, full, *given))
     with pytest.raises(DeviceError, match=r"cannot allocate 0\.00 GB on vulkan:0 \(no memory\); use a smaller model"):
         Session(gpu)
 
@@ -115,13 +114,13 @@ def test_all_modules_share_the_uploaded_weights(gpu):
 
 def test_the_known_answer_is_checked_again_after_a_driver_update(gpu, own_cache, monkeypatch):
     checks = []
-    check = device_program.find_difference
-    monkeypatch.setattr(device_program, "find_difference", lambda *given: checks.append(given) or check(*given))
+    check = gpu_program.find_difference
+    monkeypatch.setattr(gpu_program, "find_difference", lambda *given: checks.append(given) or check(*given))
     for expected in (1, 1):
         Session(gpu)
         assert len(checks) == expected
     (info, *_) = devices_of("vulkan")
-    monkeypatch.setattr(device_program, "find_device", lambda *_: replace(info, version="another"))
+    monkeypatch.setattr(gpu_program, "find_device", lambda *_: replace(info, version="another"))
     Session(gpu)
     assert len(checks) == 2
 

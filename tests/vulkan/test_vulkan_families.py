@@ -11,7 +11,7 @@ from castiron.emitter.models import FAMILIES
 from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.reference import hf
-from castiron.vmfb.session import Session
+from castiron.vmfb.run.session import Session
 from tests.emitter.family_harness import LENGTH, pair, prompt
 from tests.emitter.test_models import SHAPES
 

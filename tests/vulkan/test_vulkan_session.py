@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from castiron.vmfb.batch import Batch
-from castiron.vmfb.program import NanLogitsError
-from castiron.vmfb.session import Session
-from castiron.vmfb.state_file import StateFile, identity, read_head, read_rows, write_state
+from castiron.vmfb.device.program import NanLogitsError
+from castiron.vmfb.run.batch import Batch
+from castiron.vmfb.run.session import Session
+from castiron.vmfb.run.state_file import StateFile, identity, read_head, read_rows, write_state
 
 # A KV cache, a ring buffer, and recurrent states.
 FAMILIES = ("llama", "gemma3_text", "lfm2")

@@ -6,7 +6,7 @@ weights is i32 [16, 16]. The sums of a block are f32 [rows, 16].
 
     amx    tdpbf16ps on Intel's AMX tiles: rounds sums to nearest, treats denormals as zero. Sums
            stay in the eight tile registers until they are stored. The process must first request
-           the use of tiles from Linux (`vmfb.cpu.can_use_tiles`)
+           the use of tiles from Linux (`vmfb.cpu_features.can_use_tiles`)
     plain  shifts and fma, for every CPU. Sums are accumulated in the memory of the results
 """
 

@@ -20,7 +20,7 @@ from castiron.pipelines.api.request_body import Body, Unsupported, fields_rename
 from castiron.pipelines.api.schemas import ChatRequest, EmbeddingsRequest, Objects, TokenId, is_one_or_more
 from castiron.pipelines.text.chat_template import variables_of
 from castiron.pipelines.text.reasoning import marks_of
-from castiron.vmfb.manifest import WEIGHTS, Manifest
+from castiron.vmfb.bundle.manifest import WEIGHTS, Manifest
 
 # Version of Ollama whose API is implemented. Some clients require a minimum version.
 OLLAMA_VERSION = "0.13.0"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.chunks import chunks
-from castiron.vmfb.open_program import open_program
-from castiron.vmfb.program import Buffer, Call, Program, SessionError, exclusive
-from castiron.vmfb.states import KINDS, Snapshot
+from castiron.vmfb.bundle.bundle import Bundle
+from castiron.vmfb.device.open_program import open_program
+from castiron.vmfb.device.program import Buffer, Call, Program, SessionError, exclusive
+from castiron.vmfb.run.chunks import chunks
+from castiron.vmfb.run.states import KINDS, Snapshot
 
 # Max number and total bytes of the snapshots for `rewind`; the last one may be larger.
 MAX_SNAPSHOTS, MAX_SNAPSHOT_BYTES = 4, 2**28

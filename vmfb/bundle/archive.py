@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from castiron.vmfb.disk import naming, reason
-from castiron.vmfb.manifest import MANIFEST, BundleError, is_bundle_file
-from castiron.vmfb.record import short
-from castiron.vmfb.staging import replace_file
+from castiron.vmfb.atomic_write import replace_file
+from castiron.vmfb.bundle.json_record import short
+from castiron.vmfb.bundle.manifest import MANIFEST, BundleError, is_bundle_file
+from castiron.vmfb.file_errors import naming, reason
 
 # Alignment in bytes of entries: one page, so that they can be mapped. IREE itself needs 64.
 ALIGNMENT = 4096

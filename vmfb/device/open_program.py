@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.program import Program
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
+from castiron.vmfb.device.program import Program
 
 
 def open_program(source: Bundle | Path | str, threads: int | None = None, slots: int = 1) -> Program:
@@ -21,7 +21,7 @@ def open_program(source: Bundle | Path | str, threads: int | None = None, slots:
     bundle = open_bundle(source)
     if bundle.manifest.target.driver:
         # Imported late: a CPU needs no drivers.
-        from castiron.vmfb.device_program import DeviceProgram, check_device
+        from castiron.vmfb.device.gpu_program import DeviceProgram, check_device
 
         program = DeviceProgram(bundle, slots)
         check_device(program)

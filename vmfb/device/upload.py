@@ -10,7 +10,7 @@ import iree.runtime as rt
 import numpy as np
 from iree.runtime._binding import PyModuleInterface
 
-from castiron.vmfb.drivers import DeviceError, DeviceInfo, allocating
+from castiron.vmfb.device.gpus import DeviceError, DeviceInfo, allocating
 
 # The runtime's module through which compiled modules load parameters, and its function with its calling convention:
 # (device, affinity, wait fence, signal fence, scope, affinity, memory type, usage, key table, keys, spans) -> buffers.

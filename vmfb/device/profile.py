@@ -13,11 +13,11 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from castiron.emitter.abi import Function
-from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.cpu import physical_cores
-from castiron.vmfb.device import task_flags
-from castiron.vmfb.manifest import WEIGHTS, BundleError, Manifest
-from castiron.vmfb.program import SCOPE
+from castiron.vmfb.bundle.bundle import Bundle
+from castiron.vmfb.bundle.manifest import WEIGHTS, BundleError, Manifest
+from castiron.vmfb.cpu_features import physical_cores
+from castiron.vmfb.device.cpu_device import task_flags
+from castiron.vmfb.device.program import SCOPE
 
 WARM_SECONDS = 0.1
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from castiron.vmfb.archive import Part
-from castiron.vmfb.manifest import WEIGHTS, Manifest
-from castiron.vmfb.staging import replace_file
+from castiron.vmfb.atomic_write import replace_file
+from castiron.vmfb.bundle.archive import Part
+from castiron.vmfb.bundle.manifest import WEIGHTS, Manifest
 
 FORMAT = b"castiron state 1\n"
 ALIGNMENT = 64

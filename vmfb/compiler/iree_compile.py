@@ -20,11 +20,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from castiron.vmfb.cache import cache_folder, cache_root, claim, unwritable
-from castiron.vmfb.children import own_group
-from castiron.vmfb.cpu import physical_cores
-from castiron.vmfb.disk import reason, write_text
-from castiron.vmfb.staging import remove_abandoned, staging_folder, write_file
+from castiron.vmfb.atomic_write import remove_abandoned, staging_folder, write_file
+from castiron.vmfb.cache_folder import cache_folder, cache_root, claim, unwritable
+from castiron.vmfb.compiler.child_group import own_group
+from castiron.vmfb.cpu_features import physical_cores
+from castiron.vmfb.file_errors import reason, write_text
 from castiron.vmfb.targets import Target
 
 # Without these flags an error prints the complete module.

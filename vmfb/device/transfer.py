@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import iree.runtime as rt
 import numpy as np
 
-from castiron.vmfb.device import vm_instance
-from castiron.vmfb.program import RUNTIME_ERRORS, SessionError, release_at_exit, runtime_reason
+from castiron.vmfb.device.cpu_device import vm_instance
+from castiron.vmfb.device.program import RUNTIME_ERRORS, SessionError, release_at_exit, runtime_reason
 
 # transfer_part: a part of a buffer. transfer_fill: zeros. transfer_copy: `count` blocks of `length` bytes; in both buffers
 # one block follows the other after a stride (`..._by`). transfer_best: the argmax of each row of logits, then its logits.

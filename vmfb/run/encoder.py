@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.open_program import open_program
-from castiron.vmfb.program import Program, SessionError, exclusive
-from castiron.vmfb.states import KINDS
+from castiron.vmfb.bundle.bundle import Bundle
+from castiron.vmfb.device.open_program import open_program
+from castiron.vmfb.device.program import Program, SessionError, exclusive
+from castiron.vmfb.run.states import KINDS
 
 
 class Encoder:

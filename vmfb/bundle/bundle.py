@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from castiron.vmfb.archive import Part, changed_file, open_archive, write_archive
-from castiron.vmfb.cache import cache_root, keep
-from castiron.vmfb.cpu import can_use_tiles, host_arch, host_cpu
-from castiron.vmfb.disk import naming, reason
-from castiron.vmfb.manifest import (
+from castiron.vmfb.atomic_write import locked, remove_abandoned, replace_folder, staging_folder
+from castiron.vmfb.bundle.archive import Part, changed_file, open_archive, write_archive
+from castiron.vmfb.bundle.json_record import RecordError, short
+from castiron.vmfb.bundle.manifest import (
     FILES,
     MANIFEST,
     TABLE,
@@ -28,8 +27,9 @@ from castiron.vmfb.manifest import (
     is_bundle_file,
     parse,
 )  # fmt: skip
-from castiron.vmfb.record import RecordError, short
-from castiron.vmfb.staging import locked, remove_abandoned, replace_folder, staging_folder
+from castiron.vmfb.cache_folder import cache_root, keep
+from castiron.vmfb.cpu_features import can_use_tiles, host_arch, host_cpu
+from castiron.vmfb.file_errors import naming, reason
 from castiron.vmfb.targets import TILES, Target, missing_features
 
 # Limit in bytes; the manifest of a model with a hundred layers has 200 KB.

@@ -1,7 +1,7 @@
 """A bundle loaded on a GPU: states stay in device memory; tokens and logits are copied.
 
 Before a GPU runs a bundle, `check_device` runs a few fixed inputs on this GPU, and compares the
-results with the expected results in the bundle's manifest (`vmfb.known_answer`).
+results with the expected results in the bundle's manifest.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import iree.runtime as rt
 import numpy as np
 
 from castiron.emitter.abi import Function
-from castiron.vmfb.bundle import Bundle
-from castiron.vmfb.cache import cache_root, keep
-from castiron.vmfb.device import vm_instance
-from castiron.vmfb.drivers import LESS_MEMORY, DeviceError, allocating, find_device, open_device
-from castiron.vmfb.known_answer import KnownAnswer
-from castiron.vmfb.manifest import DEVICE, WEIGHTS, BundleError
-from castiron.vmfb.program import ELEMENTS, Buffer, Call, NanLogitsError, Program, release_at_exit
-from castiron.vmfb.transfer import HostMemory, Transfer
-from castiron.vmfb.upload import Upload
-from castiron.vmfb.weights import read_irpa
+from castiron.vmfb.bundle.bundle import Bundle
+from castiron.vmfb.bundle.irpa import read_irpa
+from castiron.vmfb.bundle.manifest import DEVICE, WEIGHTS, BundleError, KnownAnswer
+from castiron.vmfb.cache_folder import cache_root, keep
+from castiron.vmfb.device.cpu_device import vm_instance
+from castiron.vmfb.device.gpus import LESS_MEMORY, DeviceError, allocating, find_device, open_device
+from castiron.vmfb.device.program import ELEMENTS, Buffer, Call, NanLogitsError, Program, release_at_exit
+from castiron.vmfb.device.transfer import HostMemory, Transfer
+from castiron.vmfb.device.upload import Upload
 
 _LOCAL = int(rt.MemoryType.DEVICE_LOCAL)
 _USAGE = int(rt.BufferUsage.DEFAULT)

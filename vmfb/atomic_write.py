@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from castiron.vmfb.disk import naming
+from castiron.vmfb.file_errors import naming
 
 try:
     import fcntl

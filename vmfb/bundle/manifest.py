@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from castiron.emitter.abi import ROLES, Function, Signature, State, functions, ring_rows
-from castiron.vmfb.known_answer import KnownAnswer
-from castiron.vmfb.record import Json, RecordError, from_json, short, to_json
+from castiron.vmfb.bundle.json_record import Json, RecordError, from_json, short, to_json
 from castiron.vmfb.targets import Target
 
 SCHEMA = 9
@@ -26,6 +25,8 @@ _MODULE = re.compile(r"tokens_[0-9]+\.vmfb")
 # Maximum size in bytes of files that are read into memory.
 _MAX_BYTES = dict.fromkeys((TOKENIZER, TABLE, TEMPLATE), 100_000_000)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+# Largest difference from a known answer, as a share of the largest expected value: f32 sums in another order differ by less.
+TOLERANCE = 1e-3
 
 
 class BundleError(Exception):
@@ -149,6 +150,28 @@ class File:
 
     size: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class KnownLogits:
+    """Expected logits of decode steps from position 0: `logits[step]` of the tokens `ids`."""
+
+    tokens: tuple[int, ...]
+    ids: tuple[int, ...]
+    logits: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class KnownAnswer:
+    """Results for fixed inputs, which a GPU must reproduce before it runs the bundle.
+
+    matmuls: the expected result of `matmul_CODEC` in device.vmfb, by codec.
+    tolerance: the largest allowed difference, as a share of the largest expected value.
+    """
+
+    matmuls: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    decode: KnownLogits | None = None
+    tolerance: float = TOLERANCE
 
 
 @dataclass(frozen=True)

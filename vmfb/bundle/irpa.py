@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from castiron.vmfb.disk import LargePageWriter, naming
+from castiron.vmfb.file_errors import LargePageWriter, naming
 
 ALIGNMENT = 64
 # One page, so that the data can be mapped.

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from castiron.vmfb.disk import reason
-from castiron.vmfb.staging import ABANDONED_SECONDS, is_staging, locked, remove_abandoned, write_file
+from castiron.vmfb.atomic_write import ABANDONED_SECONDS, is_staging, locked, remove_abandoned, write_file
+from castiron.vmfb.file_errors import reason
 
 # The entries of the cache with their descriptions: folders, except those in `_FILES`.
 KINDS = {

@@ -26,13 +26,13 @@ import iree.runtime as rt
 import numpy as np
 
 from castiron.emitter.abi import Function
-from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.cpu import physical_cores
-from castiron.vmfb.device import device, lower_priority, release_devices, vm_instance
-from castiron.vmfb.disk import LARGE_PAGE
-from castiron.vmfb.manifest import WEIGHTS, BundleError, Manifest
-from castiron.vmfb.record import short
-from castiron.vmfb.weights import WeightsError, read_irpa
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
+from castiron.vmfb.bundle.irpa import WeightsError, read_irpa
+from castiron.vmfb.bundle.json_record import short
+from castiron.vmfb.bundle.manifest import WEIGHTS, BundleError, Manifest
+from castiron.vmfb.cpu_features import physical_cores
+from castiron.vmfb.device.cpu_device import device, lower_priority, release_devices, vm_instance
+from castiron.vmfb.file_errors import LARGE_PAGE
 
 # The scope of every weight: `#flow.parameter.named<"model"::"NAME">`.
 SCOPE = "model"

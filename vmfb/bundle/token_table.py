@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from castiron.vmfb.archive import Part
-from castiron.vmfb.manifest import BundleError
+from castiron.vmfb.bundle.archive import Part
+from castiron.vmfb.bundle.manifest import BundleError
 
 # Tokens are selected by their runs of this many bytes, each of which is an index of 24 bits.
 RUN = 3

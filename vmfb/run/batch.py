@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from castiron.vmfb.bundle import Bundle, open_bundle
-from castiron.vmfb.manifest import Manifest
-from castiron.vmfb.open_program import open_program
-from castiron.vmfb.program import Buffer, Call, NanLogitsError, SessionError, exclusive
-from castiron.vmfb.session import Row, Session
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
+from castiron.vmfb.bundle.manifest import Manifest
+from castiron.vmfb.device.open_program import open_program
+from castiron.vmfb.device.program import Buffer, Call, NanLogitsError, SessionError, exclusive
+from castiron.vmfb.run.session import Row, Session
 
 # FLOP that a CPU core computes in the time that it takes to read one byte: 100 GFLOP/s at 10 GB/s.
 FLOPS_PER_BYTE = 10

@@ -12,8 +12,8 @@ from pathlib import Path
 import iree.runtime as rt
 from iree.runtime._binding import create_hal_driver
 
-from castiron.vmfb.device import shared_device
-from castiron.vmfb.program import RUNTIME_ERRORS
+from castiron.vmfb.device.cpu_device import shared_device
+from castiron.vmfb.device.program import RUNTIME_ERRORS
 
 # Drivers of the runtime for GPUs, and what is missing if the driver cannot be loaded.
 DRIVERS = {

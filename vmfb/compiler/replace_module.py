@@ -10,11 +10,11 @@ from pathlib import Path
 
 import iree.runtime as rt
 
-from castiron.vmfb.archive import Part
-from castiron.vmfb.bundle import Bundle, BundleWriter
-from castiron.vmfb.device import vm_instance
-from castiron.vmfb.manifest import LOG, MODEL, TEXT, BundleError, Manifest, is_module
-from castiron.vmfb.program import Program, check_functions
+from castiron.vmfb.bundle.archive import Part
+from castiron.vmfb.bundle.bundle import Bundle, BundleWriter
+from castiron.vmfb.bundle.manifest import LOG, MODEL, TEXT, BundleError, Manifest, is_module
+from castiron.vmfb.device.cpu_device import vm_instance
+from castiron.vmfb.device.program import Program, check_functions
 from castiron.vmfb.targets import missing_features
 
 # Manifest keys of the replaced module; without "key", `castiron compile` compiles again.

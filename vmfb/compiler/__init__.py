@@ -1,0 +1,1 @@
+"""iree-compile: MLIR text to the modules (.vmfb) of a bundle."""
