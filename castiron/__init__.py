@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from castiron import ray as ray
-    from castiron.emitter.types import EmitError as EmitError
+    from castiron.emitter.graph.types import EmitError as EmitError
     from castiron.pipelines.checkpoints.checkpoint import CheckpointError as CheckpointError
     from castiron.pipelines.engine.draft import Draft as Draft
     from castiron.pipelines.engine.engine import Engine as Engine
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 # Names by module. They are loaded on demand, because loading the runtime takes a quarter of a second
 # and the command line imports this module too.
 _NAMES = {
-    "emitter.types": "EmitError",
+    "emitter.graph.types": "EmitError",
     "pipelines.checkpoints.checkpoint": "CheckpointError",
     "pipelines.engine.draft": "Draft",
     "pipelines.engine.engine": "Engine EventStream",

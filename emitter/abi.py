@@ -30,7 +30,7 @@ from math import prod
 # machine or on the number of tokens in a call. fast: activations, and perhaps weights, are rounded in calls of several tokens.
 # draft: in calls of one token too, where that is faster; for draft models.
 NUMERICS = ("exact", "canonical", "fast", "draft")
-# Element type of a state's buffer by storage; emitter/kv_cache.py has the row formats.
+# Element type of a state's buffer by storage; emitter/layers/kv_cache.py has the row formats.
 STORAGE: dict[str, str] = {"f32": "f32", "f16": "f16", "q8_0": "i8"}
 ELEMENT_BYTES = {"f32": 4, "f16": 2, "i8": 1, "i32": 4}
 # How dimension 1 of a state relates to positions; dimension 0 is its layers.

@@ -35,7 +35,7 @@ class CheckpointError(Exception):
 USER_ERRORS = (
     ("castiron.pipelines.errors", "PipelineError"),
     ("castiron.pipelines.errors", "CheckpointError"),
-    ("castiron.emitter.types", "EmitError"),
+    ("castiron.emitter.graph.types", "EmitError"),
     ("castiron.vmfb.compiler.iree_compile", "CompileError"),
     ("castiron.vmfb.targets", "TargetError"),
     ("castiron.vmfb.bundle.manifest", "BundleError"),

@@ -26,7 +26,7 @@ MAX_VALUES = 4_000_000
 ROOT = Path(__file__).parents[1]
 # Sources that decide the content of a bundle, and those that decide which tiles are fastest.
 BUNDLE_SOURCES = ("emitter", "vmfb", "pipelines/checkpoints", "pipelines/compile", "pipelines/text")
-KERNEL_SOURCES = ("emitter/kernels", "emitter/codecs.py", "emitter/types.py")
+KERNEL_SOURCES = ("emitter/kernels", "emitter/codecs", "emitter/graph/types.py")
 
 
 def read_regular(path: Path) -> bytes:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from castiron.emitter.ir import Module, Op, Value, users
-from castiron.emitter.types import F32, I8, DType, EmitError, TensorType, from_f32, to_f32
+from castiron.emitter.graph.ir import Module, Op, Value, users
+from castiron.emitter.graph.types import F32, I8, DType, EmitError, TensorType, from_f32, to_f32
 
 Trace = Callable[[Op, tuple[np.ndarray, ...]], None]
 

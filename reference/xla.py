@@ -11,7 +11,7 @@ from functools import lru_cache
 import ml_dtypes
 import numpy as np
 
-from castiron.emitter.types import DTYPES
+from castiron.emitter.graph.types import DTYPES
 
 
 def run_stablehlo(text: str, function: str, args: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from iree.runtime import HalElementType
 
-from castiron.emitter.types import DTYPES, TensorType
+from castiron.emitter.graph.types import DTYPES, TensorType
 from castiron.vmfb.compiler.iree_compile import compile_mlir
 from castiron.vmfb.device.cpu_device import device, vm_instance
 from castiron.vmfb.targets import TARGETS

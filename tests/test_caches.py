@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from castiron.emitter.abi import STORAGE, State
-from castiron.emitter.kv_cache import CACHES, stored_as
-from castiron.emitter.types import EmitError
+from castiron.emitter.graph.types import EmitError
+from castiron.emitter.layers.kv_cache import CACHES, stored_as
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options

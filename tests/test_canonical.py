@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from castiron.emitter.types import EmitError
+from castiron.emitter.graph.types import EmitError
 from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.reference.tiny import tiny_model

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from castiron.emitter import ops
+from castiron.emitter.graph import ops
 from castiron.emitter.lowering import portable
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli.main import main

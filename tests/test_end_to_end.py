@@ -8,8 +8,8 @@ import subprocess
 import numpy as np
 import pytest
 
-from castiron.emitter.printer import print_module
-from castiron.emitter.types import EmitError
+from castiron.emitter.graph.printer import print_module
+from castiron.emitter.graph.types import EmitError
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.compile.build_model import build_module

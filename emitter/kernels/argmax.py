@@ -15,11 +15,11 @@ from functools import cache
 
 import numpy as np
 
+from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, largest_width
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import lane_max, tree
-from castiron.emitter.types import F32, I32, TensorType
 
 BLOCK = 512  # logits of a block, a multiple of 8 vectors of every instruction set
 

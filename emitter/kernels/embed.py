@@ -15,12 +15,12 @@ from functools import cache
 import numpy as np
 
 from castiron.emitter.codecs import codec_of
+from castiron.emitter.graph.types import F32, I8, I32, TensorType
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.weights.packing import LANES, packed_shape, unpack
 from castiron.emitter.kernels.weights.panel import Panel, units
-from castiron.emitter.types import F32, I8, I32, TensorType
 
 DEPTH = 256  # elements of a row that are decoded at a time, for 16 rows: 16 KB on the stack
 MAX_WORKGROUPS = 64

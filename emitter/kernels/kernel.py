@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from castiron.emitter.graph.ir import Value, append, fail
+from castiron.emitter.graph.types import TensorType
 from castiron.emitter.kernels.mlir.body import Body, Ssa, Type, memref_type
-from castiron.emitter.types import TensorType
 
 INDEX = "index"
 Work = int | Callable[[int], int]
@@ -96,3 +97,17 @@ class Kernel:
   }}
 }}
 """
+
+
+def kernel_call(kernel: Kernel, /, **operands: Value | int) -> dict[str, Value]:
+    """Append a call of `kernel` and return its results by name.
+
+    operands: by name, a Value for each tensor and an integer for each operand of type index.
+    """
+    tensors = {name: v for name, v in operands.items() if isinstance(v, Value)}
+    if {name: tensors[name].type if name in tensors else INDEX for name in operands} != kernel.operands:
+        expected = ", ".join(f"{name}: {t}" for name, t in kernel.operands.items())
+        raise fail(kernel.name, f"the operands do not match; the kernel takes {expected}", list(tensors.values()))
+    attrs = {"kernel": kernel, "indices": {name: operands[name] for name in kernel.indices}}
+    results = append("kernel", [tensors[name] for name in kernel.tensors], tuple(kernel.results.values()), attrs)
+    return dict(zip(kernel.results, results, strict=True))

@@ -4,15 +4,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.emitter.codec import Codec
 from castiron.emitter.codecs import codec_of, row_bytes
+from castiron.emitter.codecs.codec import Codec
+from castiron.emitter.graph.types import F32, I8, I32, TensorType
 from castiron.emitter.kernels.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.mlir.body import number
 from castiron.emitter.kernels.mlir.vector_math import rms_normed
 from castiron.emitter.kernels.quantise_x import dequantised, quantised, quantised_types
 from castiron.emitter.kernels.split_x import EXACT, joined, nearest, split_type
 from castiron.emitter.kernels.weights.packing import LANES, packed_shape, unpack
-from castiron.emitter.types import F32, I8, I32, TensorType
 
 # How a kernel multiplies x:
 # f32: in f32, as all formats of floats in exact numerics.

@@ -13,11 +13,11 @@ from functools import cache
 
 import numpy as np
 
+from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.body import Body, Ssa, largest_width, number
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import inverse_rms, rms_normed, row_sum
-from castiron.emitter.types import F32, I32, TensorType
 
 ROWS = 4  # rows of a workgroup
 

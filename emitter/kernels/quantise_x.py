@@ -16,13 +16,13 @@ from functools import cache
 
 import numpy as np
 
-from castiron.emitter.codec import Codec
-from castiron.emitter.fixed_point import GROUP, digits_of, quantise
+from castiron.emitter.codecs.codec import Codec
+from castiron.emitter.codecs.fixed_point import GROUP, digits_of, quantise
+from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, batches
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import ROUND, as_integers, lane_sums, tree
-from castiron.emitter.types import F32, I32, TensorType
 
 # Order of eight elements of k in bytes. Masking a word of eight 4-bit codes gives the bytes of codes 0, 2, 4, 6; masking
 # it after a shift gives those of 1, 3, 5, 7 (`weights.records`).

@@ -16,12 +16,12 @@ from functools import cache
 
 import numpy as np
 
+from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.bf16_pairs import pieces
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import lane_sums
-from castiron.emitter.types import F32, I32, TensorType
 
 EXACT = 3  # number of bf16 whose sum is exactly an f32
 ROWS = 16  # max rows of a tile

@@ -10,24 +10,24 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from castiron.emitter.abi import NUMERICS
-from castiron.emitter.ir import Module
+from castiron.emitter.graph.ir import Module
+from castiron.emitter.graph.stablehlo import LOWERED
+from castiron.emitter.graph.types import EmitError
+from castiron.emitter.graph.verifier import check
 from castiron.emitter.kernels.gpu.matvec import MAX_TOKENS
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.matmul.selection import kernel_of
 from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import ISAS
-from castiron.emitter.layer_operations import LAYERS
+from castiron.emitter.layers.operations import LAYERS
+from castiron.emitter.layers.step import ModelModule
 from castiron.emitter.lowering import gpu, kernels, portable
 from castiron.emitter.lowering.canonical import canonical
 from castiron.emitter.lowering.fusion import fuse
 from castiron.emitter.lowering.gpu_fusion import fuse_kernels
 from castiron.emitter.lowering.projection import NORM_LIMIT, Projector
 from castiron.emitter.lowering.rewrite import rewrite
-from castiron.emitter.operations import LOWERED
-from castiron.emitter.step import ModelModule
-from castiron.emitter.types import EmitError
-from castiron.emitter.verifier import check
 
 LOWERINGS = ("kernels", "portable", "gpu")
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Module, Op, Value
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Module, Op, Value
+from castiron.emitter.graph.types import F32, LARGEST, EmitError
 from castiron.emitter.lowering.rewrite import Rule, rewrite
-from castiron.emitter.types import F32, LARGEST, EmitError
 
 
 def multiply(op: Op, a: Value, b: Value) -> Value:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from castiron.emitter.ir import Graph, Op, Value, users
+from castiron.emitter.graph.ir import Graph, Op, Value, users
 
 
 def with_factors_after(function: Graph) -> Graph:

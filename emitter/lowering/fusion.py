@@ -48,12 +48,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from castiron.emitter.ir import Graph, Op, Value, users
+from castiron.emitter.graph.ir import Graph, Op, Value, users
+from castiron.emitter.graph.types import F32, TensorType
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.epilogue import ACTIVATIONS
 from castiron.emitter.lowering.factors import with_factors_after
 from castiron.emitter.lowering.shared_heads import with_own_heads
-from castiron.emitter.types import F32, TensorType
 
 # The longest row whose RMS norm a GPU computes again for each of its elements.
 INLINE_LIMIT = 1024

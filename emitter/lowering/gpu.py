@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Op, Param, Value, parameter
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Op, Param, Value, parameter
+from castiron.emitter.graph.types import I32, TensorType
 from castiron.emitter.kernels.attention.decode import DecodeTokens
 from castiron.emitter.kernels.attention.rows import Caches
 from castiron.emitter.kernels.attention.scores import Scores
@@ -32,15 +33,14 @@ from castiron.emitter.kernels.gpu.matvec import MAX_TOKENS, matvec
 from castiron.emitter.kernels.gpu.norm import norm as norm_kernel
 from castiron.emitter.kernels.gpu.route import route as route_kernel
 from castiron.emitter.kernels.gpu.words import layout_of
-from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.kernel import Kernel, kernel_call
 from castiron.emitter.kernels.mlir.isa import ISAS
-from castiron.emitter.kv_cache import CACHES
+from castiron.emitter.layers.kv_cache import CACHES
+from castiron.emitter.layers.step import Weight, source
 from castiron.emitter.lowering import kernels, portable
 from castiron.emitter.lowering.portable import Stored
 from castiron.emitter.lowering.projection import Projection, joined_name
 from castiron.emitter.lowering.rewrite import Rule
-from castiron.emitter.step import Weight, source
-from castiron.emitter.types import I32, TensorType
 
 # The widest RMS norm fused into a matmul. It costs a load of the norm's weight for each load of x.
 NORM_LIMIT = 1 << 16
@@ -82,7 +82,7 @@ def projected(p: Projection, factors: Value | None = None) -> Value:
         kernel, given["weights"] = matvec(matmul, factors.shape[1]), ops.reshape(factors, (matmul.tokens,))
     else:
         kernel = matvec(matmul) if p.experts or matmul.tokens <= MAX_TOKENS else gemm(matmul)
-    return ops.kernel_call(kernel, x=p.x, **given)["y"]
+    return kernel_call(kernel, x=p.x, **given)["y"]
 
 
 def experts(op: Op, x: Value, *operands: Any) -> Value:
@@ -93,7 +93,7 @@ def experts(op: Op, x: Value, *operands: Any) -> Value:
     (chosen, weights, *stacked), count = given, 2 if op.attrs["gated"] else 1
     if any(op.attrs["ordered"]):
         if norm is not None:
-            x = ops.kernel_call(norm_kernel("rms_norm", *x.shape, eps), x=x, weight=norm[0])["y"]
+            x = kernel_call(norm_kernel("rms_norm", *x.shape, eps), x=x, weight=norm[0])["y"]
         y = kernels.experts(_CONTEXT, op, x, chosen, weights, *stacked)
         return y if residual is None else ops.add(y, residual)
     pairs, function = ops.reshape(chosen, (chosen.type.elements,)), op.attrs["function"]
@@ -126,7 +126,7 @@ def _parts(through: Callable[[list[Weight]], Projection], weights: list[Weight])
 def embedding(op: Op, tokens: Value, weight: Stored) -> Value:
     (vocab, hidden), codec = weight.weight.shape, weight.weight.codec
     kernel = embed(codec, vocab, hidden, tokens.shape[0])
-    return ops.kernel_call(kernel, ids=tokens, weight=parameter(words_param([weight.weight])))["y"]
+    return kernel_call(kernel, ids=tokens, weight=parameter(words_param([weight.weight])))["y"]
 
 
 def norm(op: Op, x: Value, *operands: Any) -> Value:
@@ -138,7 +138,7 @@ def norm(op: Op, x: Value, *operands: Any) -> Value:
     if residual is not None:
         given["residual"] = residual
     kernel = norm_kernel(op.kind, *x.shape, op.attrs["eps"], "bias" in given, "residual" in given)
-    return ops.kernel_call(kernel, x=x, **given)["y"]
+    return kernel_call(kernel, x=x, **given)["y"]
 
 
 def fused_attention(op: Op, *operands: Any) -> tuple[Value, Value, Value]:
@@ -158,13 +158,13 @@ def fused_attention(op: Op, *operands: Any) -> tuple[Value, Value, Value]:
     if attrs["mode"] in ("decode", "batch"):
         kind = DecodeTokens("batch", tokens) if attrs["mode"] == "batch" else DecodeTokens()
         kernel = attention_kernel(caches, layout, scores, kind, rows)
-        found = ops.kernel_call(kernel, **_ordered(kernel, {**given, **sinks, "position": start, **cached}))
+        found = kernel_call(kernel, **_ordered(kernel, {**given, **sinks, "position": start, **cached}))
         return found["out"], found["k_cache"], found["v_cache"]
     given |= {"start": start, "length": rest[0] if rest else ops.constant(tokens, I32, ())}
     kernel = append(caches, layout, tokens, rows)
-    appended = ops.kernel_call(kernel, **_ordered(kernel, {**given, **cached}))
+    appended = kernel_call(kernel, **_ordered(kernel, {**given, **cached}))
     kernel = attention_kernel(caches, layout, scores, DecodeTokens("chunk", tokens), rows)
-    found = ops.kernel_call(kernel, **_ordered(kernel, {**given, **sinks, **cached, **appended}))
+    found = kernel_call(kernel, **_ordered(kernel, {**given, **sinks, **cached, **appended}))
     return found["out"], appended["k_cache"], appended["v_cache"]
 
 
@@ -177,15 +177,15 @@ def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Valu
     given = {} if correction is None else {"correction": correction.value()}
     chosen_from = (attrs["groups"], attrs["rated"]) if attrs["groups"][0] > 1 else ()
     kernel = route_kernel(*logits.shape, attrs["top_k"], attrs["scores"], attrs["normalised"], bool(given), *chosen_from)
-    found = ops.kernel_call(kernel, logits=logits, **given)
+    found = kernel_call(kernel, logits=logits, **given)
     return found["chosen"], found["weights"]
 
 
 def argmax_rows(op: Op, logits: Value) -> Value:
     *rows, vocab = logits.shape
     count = rows[0] if rows else 1
-    parts = ops.kernel_call(best_of_parts(count, vocab), logits=ops.reshape(logits, (count, vocab)))
-    found = ops.kernel_call(best_of_rows(count, parts_of(vocab)), best=parts["best"], index=parts["index"])["argmax"]
+    parts = kernel_call(best_of_parts(count, vocab), logits=ops.reshape(logits, (count, vocab)))
+    found = kernel_call(best_of_rows(count, parts_of(vocab)), best=parts["best"], index=parts["index"])["argmax"]
     return ops.reshape(found, tuple(rows))
 
 

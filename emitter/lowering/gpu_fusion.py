@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from castiron.emitter.ir import Graph, Op, Value
+from castiron.emitter.graph.ir import Graph, Op, Value
+from castiron.emitter.graph.types import F32
 from castiron.emitter.kernels.gpu.expression import ELEMENTWISE, Expression, is_supported
 from castiron.emitter.kernels.gpu.fused import beside, fused, pointwise, with_rows
 from castiron.emitter.kernels.gpu.gpu_body import SHARED_BYTES
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
-from castiron.emitter.types import F32
 
 MAX_LOADS = 16  # max loads of an expression that is computed again for each use
 MAX_LOADS_RARE = 1024  # max loads of an expression of which each element is used at most twice

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Op, Param, Value, current_function, parameter
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Op, Param, Value, current_function, parameter
+from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.emitter.kernels.argmax import argmax as argmax_kernel
 from castiron.emitter.kernels.attention.decode import DecodeTokens, attention_decode, head_parts
 from castiron.emitter.kernels.attention.heads import HeadLayout
@@ -25,21 +26,20 @@ from castiron.emitter.kernels.attention.rows import Caches
 from castiron.emitter.kernels.attention.scores import Scores
 from castiron.emitter.kernels.embed import embed as embed_kernel
 from castiron.emitter.kernels.epilogue import ACTIVATIONS
-from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.kernel import Kernel, kernel_call
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.norm import norm as norm_kernel
 from castiron.emitter.kernels.recurrent.causal_conv import causal_conv as conv_kernel
 from castiron.emitter.kernels.recurrent.gated_delta import gated_delta as delta_kernel
 from castiron.emitter.kernels.recurrent.selective_scan import selective_scan as scan_kernel
 from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens
-from castiron.emitter.kv_cache import CACHES
+from castiron.emitter.layers.kv_cache import CACHES
+from castiron.emitter.layers.step import Weight, source
 from castiron.emitter.lowering import portable
 from castiron.emitter.lowering.portable import Stored
 from castiron.emitter.lowering.portable_routing import rows_of_pairs
 from castiron.emitter.lowering.projection import Projection, packed_param
 from castiron.emitter.lowering.rewrite import Rule
-from castiron.emitter.step import Weight, source
-from castiron.emitter.types import F32, I32, TensorType
 
 
 @dataclass
@@ -82,7 +82,7 @@ def _length(rows: int) -> Value | None:
 def embedding(c: Context, op: Op, tokens: Value, weight: Stored) -> Value:
     (vocab, hidden), codec = weight.weight.shape, weight.weight.codec
     kernel = embed_kernel(codec, vocab, hidden, tokens.shape[0], isa=c.isa)
-    return ops.kernel_call(kernel, ids=tokens, weight=parameter(packed_param([weight.weight])))["y"]
+    return kernel_call(kernel, ids=tokens, weight=parameter(packed_param([weight.weight])))["y"]
 
 
 def norm(c: Context, op: Op, x: Value, *stored: Stored) -> Value:
@@ -93,7 +93,7 @@ def norm(c: Context, op: Op, x: Value, *stored: Stored) -> Value:
         given["length"] = length
     (T, hidden), eps = x.shape, op.attrs["eps"]
     kernel = norm_kernel(op.kind, T, hidden, eps, isa=c.isa, length="length" in given, bias="bias" in given)
-    return ops.kernel_call(kernel, x=x, **given)["y"]
+    return kernel_call(kernel, x=x, **given)["y"]
 
 
 def matmul(c: Context, op: Op, x: Value, *operands: Any) -> Value:
@@ -161,7 +161,7 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
             heads = {"qkv": _part_of_queries(qkv, layout, parts, part)}
             if sinks:
                 heads["sinks"] = _part_of_heads(sinks["sinks"], layout, parts, part)
-            found = ops.kernel_call(kernel, **heads, **given, **where, counters=counters, **updated)
+            found = kernel_call(kernel, **heads, **given, **where, counters=counters, **updated)
             c.counters[type_] = found["counters"]
             updated.update({name: found[name] for name in ("k_cache", "v_cache") if name in found})
             outs.append(ops.reshape(found["out"], (tokens, layout.kv_heads, own.group, layout.head_dim)))
@@ -172,12 +172,12 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
         return token_by_token(DecodeTokens("batch", tokens) if attrs["mode"] == "batch" else DecodeTokens(), position=start)
     chunk = {"start": start, "length": rest[0] if rest else ops.constant(tokens, I32, ())}
     kernel = rope_append(caches, tokens, layout, isa=c.isa)
-    appended = ops.kernel_call(kernel, qkv=qkv, **given, **chunk, **updated)
+    appended = kernel_call(kernel, qkv=qkv, **given, **chunk, **updated)
     if c.isa.canonical and not scores.bidirectional:
         updated |= {name: appended[name] for name in ("k_cache", "v_cache")}
         return token_by_token(DecodeTokens("chunk", tokens), **chunk)
     kernel = attention_prefill(caches, tokens, layout, scores, isa=c.isa, threads=c.threads)
-    out = ops.kernel_call(kernel, **chunk, **sinks, **appended, layer=attrs["layer"])["out"]
+    out = kernel_call(kernel, **chunk, **sinks, **appended, layer=attrs["layer"])["out"]
     return out, appended["k_cache"], appended["v_cache"]
 
 
@@ -263,7 +263,7 @@ def _recurrent(
     found = {name: _columns(x) for name, x in rows.items()}
     kernel = make(tokens, {name: columns for name, (_, columns) in found.items()})
     cache_rows = {name: source for name, (source, _) in found.items()}
-    after = ops.kernel_call(kernel, **cache_rows, **given, **own, state=state, layer=op.attrs["layer"])
+    after = kernel_call(kernel, **cache_rows, **given, **own, state=state, layer=op.attrs["layer"])
     result, carried = after.values()
     return ops.reshape(result, op.results[0].shape), carried
 
@@ -312,7 +312,7 @@ def selective_scan(c: Context, op: Op, x: Value, dt: Value, b: Value, c_: Value,
 
 def argmax_rows(c: Context, op: Op, logits: Value) -> Value:
     *rows, vocab = logits.shape
-    return ops.kernel_call(argmax_kernel(vocab, isa=c.isa, rows=rows[0] if rows else None), logits=logits)["index"]
+    return kernel_call(argmax_kernel(vocab, isa=c.isa, rows=rows[0] if rows else None), logits=logits)["index"]
 
 
 RECURRENT: dict[str, Callable[..., Kernel]] = {

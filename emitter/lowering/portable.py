@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from castiron.emitter import ops
 from castiron.emitter.codecs import codec_of, numbers
-from castiron.emitter.ir import Op, Param, Source, Value, parameter
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Op, Param, Source, Value, parameter
+from castiron.emitter.graph.types import BF16, F16, F32, I8, I32, DType, TensorType
 from castiron.emitter.layers import ClampedSwiGLU
+from castiron.emitter.layers.step import Weight, source
 from castiron.emitter.lowering import portable_recurrent
 from castiron.emitter.lowering.portable_attention import attention
 from castiron.emitter.lowering.portable_routing import of_best_groups, ranks, rows_of_pairs
 from castiron.emitter.lowering.rewrite import Rule
-from castiron.emitter.step import Weight, source
-from castiron.emitter.types import BF16, F16, F32, I8, I32, DType, TensorType
 
 _FLOATS: dict[str, DType] = {"f32": F32, "f16": F16, "bf16": BF16}
 

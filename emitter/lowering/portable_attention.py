@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter import ops
-from castiron.emitter.fixed_point import MAX_INTEGER, MIN_SCALED
-from castiron.emitter.ir import Op, Value
-from castiron.emitter.kv_cache import CACHES, SCALE_BYTES, Cache
-from castiron.emitter.types import F32, I8, I32
+from castiron.emitter.codecs.fixed_point import MAX_INTEGER, MIN_SCALED
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Op, Value
+from castiron.emitter.graph.types import F32, I8, I32
+from castiron.emitter.layers.kv_cache import CACHES, SCALE_BYTES, Cache
 
 
 def attention(

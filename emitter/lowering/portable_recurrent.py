@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.emitter import ops, recurrences
-from castiron.emitter.ir import Op, Value
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Op, Value
+from castiron.emitter.graph.types import F32, I32
+from castiron.emitter.layers import recurrences
 from castiron.emitter.lowering.rewrite import Rule
-from castiron.emitter.types import F32, I32
 
 # Tokens of a chunk, as in HF's gated delta rule; the size changes results by rounding only.
 CHUNK = 64

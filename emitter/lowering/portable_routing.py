@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Value
-from castiron.emitter.types import F32
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Value
+from castiron.emitter.graph.types import F32
 
 
 def ranks(rated: Value) -> Value:

@@ -7,17 +7,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Param, Value, parameter
-from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.graph.ir import Param, Value, parameter
+from castiron.emitter.graph.types import F32, I8, TensorType
+from castiron.emitter.kernels.kernel import Kernel, kernel_call
 from castiron.emitter.kernels.matmul.selection import numerics_of
 from castiron.emitter.kernels.matmul_spec import PIECES, Matmul
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.quantise_x import quantise_x
 from castiron.emitter.kernels.split_x import split_x
 from castiron.emitter.kernels.weights.packing import LANES, pack, packed_shape
-from castiron.emitter.step import Weight, source
-from castiron.emitter.types import F32, I8, TensorType
+from castiron.emitter.layers.step import Weight, source
 
 # The widest RMS norm fused into a matmul of one token, because every workgroup computes the norm.
 NORM_LIMIT = 8192
@@ -108,7 +107,7 @@ class Projector:
     def __call__(self, p: Projection) -> Value:
         matmul = replace(p.matmul, numerics=numerics_of(p.matmul, self.isa, self.fast, self.draft))
         operands = p.operands(packed_param(p.weights, p.glu is not None, p.experts or 1))
-        return ops.kernel_call(self.kernel_of(matmul), **self._x(p.x, matmul), **operands)["y"]
+        return kernel_call(self.kernel_of(matmul), **self._x(p.x, matmul), **operands)["y"]
 
     def _x(self, x: Value, matmul: Matmul) -> Mapping[str, Value]:
         if matmul.numerics == "f32" or matmul.quantises_x:
@@ -123,7 +122,7 @@ class Projector:
         key = x, kernel.name
         if key not in self.rounded:
             (name,) = kernel.operands
-            self.rounded[key] = ops.kernel_call(kernel, **{name: x})
+            self.rounded[key] = kernel_call(kernel, **{name: x})
         return self.rounded[key]
 
 

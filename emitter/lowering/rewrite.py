@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from castiron.emitter.ir import Graph, Module, Value, append, building, scope
+from castiron.emitter.graph.ir import Graph, Module, Value, append, building, scope
 
 # rule(operation, *new operands) -> the value, or tuple of values, that replaces the results of the operation.
 Rule = Callable[..., Any]

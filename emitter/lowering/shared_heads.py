@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from castiron.emitter.ir import Graph, Op, Value
+from castiron.emitter.graph.ir import Graph, Op, Value
 
 _KINDS = ("rope", "rms_norm", "reshape")
 

@@ -20,16 +20,16 @@ from importlib import import_module
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from castiron.emitter import ops
 from castiron.emitter.abi import ROLES, State, functions, ring_rows
-from castiron.emitter.ir import Graph, Value, current_function
-from castiron.emitter.kv_cache import cut_to_rings, layer_caches, stored_as
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Graph, Value, current_function
+from castiron.emitter.graph.types import EmitError
 from castiron.emitter.layers import argmax
+from castiron.emitter.layers.kv_cache import cut_to_rings, layer_caches, stored_as
+from castiron.emitter.layers.pooling import Pooling
+from castiron.emitter.layers.step import ModelModule, Step
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.pooling import Pooling
 from castiron.emitter.shorten import shorten, shorten_list
-from castiron.emitter.step import ModelModule, Step
-from castiron.emitter.types import EmitError
 
 # HF model types; each is the name of its file.
 FAMILIES = tuple(

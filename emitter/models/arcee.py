@@ -1,11 +1,11 @@
 """Arcee AFM as in HF `ArceeForCausalLM`: Llama whose MLP has squared ReLU and no gate."""
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
 from castiron.emitter.layers import activation, linear
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.models.decoder import decoder, residual_block
 from castiron.emitter.models.llama import Config, self_attention
-from castiron.emitter.step import Step
 
 
 def read(c: ConfigReader) -> Config:

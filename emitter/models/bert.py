@@ -4,14 +4,14 @@ Tokens have the first token type by default. For a pair of texts, the caller add
 size to the ids of the second text, which gives them the second type.
 """
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Value, scope
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Value, scope
+from castiron.emitter.graph.ops import add
+from castiron.emitter.graph.types import I32
 from castiron.emitter.layers import activation, attention, embedding, layer_norm, linear, positions, split_heads
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.models.decoder import ModelConfig
-from castiron.emitter.ops import add
-from castiron.emitter.step import Step
-from castiron.emitter.types import I32
 
 
 class Config(ModelConfig):

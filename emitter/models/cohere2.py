@@ -3,12 +3,12 @@
 One norm feeds attention and MLP in parallel; every fourth layer has full attention without rope.
 """
 
-from castiron.emitter.ir import Value, scope
+from castiron.emitter.graph.ir import Value, scope
+from castiron.emitter.graph.ops import add
 from castiron.emitter.layers import attention, gated_mlp, layer_norm, linear, qkv_heads, rope, scaled
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
-from castiron.emitter.ops import add
-from castiron.emitter.step import Step
 
 
 class Config(DecoderConfig):

@@ -9,9 +9,9 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from castiron.emitter.rotary import WITH_ORIGINAL_LENGTH, Rotary, check_entry, proportional, rotary
+from castiron.emitter.graph.types import EmitError, is_number, is_positive
+from castiron.emitter.layers.rotary import WITH_ORIGINAL_LENGTH, Rotary, check_entry, proportional, rotary
 from castiron.emitter.shorten import shorten, shorten_list
-from castiron.emitter.types import EmitError, is_number, is_positive
 
 # Keys of training, bookkeeping and generation defaults, which do not change the forward pass.
 IGNORABLE = frozenset(
@@ -53,7 +53,7 @@ _ROPE_ENTRIES = ("rope_scaling", "rope_parameters")
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Names of `layer_types` before transformers 5.
 _OLD_TYPES = {"mamba": "linear_attention", "attention": FULL}
-# HF's names of activations, and those of `layer_operations.ACTIVATIONS`.
+# HF's names of activations, and those of `layers.operations.ACTIVATIONS`.
 ACTIVATION_NAMES = {
     "silu": "silu",
     "swish": "silu",

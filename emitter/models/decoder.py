@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, dataclass_transform
 
-from castiron.emitter.ir import Value, scope
+from castiron.emitter.graph.ir import Value, scope
+from castiron.emitter.graph.ops import add
 from castiron.emitter.layers import embedding, gated_mlp, lm_head, rms_norm, rotary_tables, scaled, wanted_rows
-from castiron.emitter.ops import add
-from castiron.emitter.rotary import Rotary
-from castiron.emitter.step import Step
+from castiron.emitter.layers.rotary import Rotary
+from castiron.emitter.layers.step import Step
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, kw_only_default=True)
@@ -23,7 +23,7 @@ class ModelConfig:
     hidden: the size of a token's hidden state.
     intermediate: the width of the MLP's hidden layer.
     eps: epsilon of the norms.
-    hidden_act: the activation, one of `layer_operations.ACTIVATIONS`.
+    hidden_act: the activation, one of `layers.operations.ACTIVATIONS`.
     windows: each layer's sliding window in tokens, None for full attention.
     bidirectional: whether attention includes later tokens. Such a model encodes complete texts
         and cannot generate text.

@@ -4,11 +4,11 @@ It is DeepSeek V3 with two differences: a softmax computes the scores of experts
 a group of experts is that of its best expert.
 """
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import decoder, residual_block
 from castiron.emitter.models.latent_attention import LatentConfig, latent_fields, mlp, self_attention
-from castiron.emitter.step import Step
 
 
 class Config(LatentConfig):

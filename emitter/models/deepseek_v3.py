@@ -1,10 +1,10 @@
 """DeepSeek V3 (arXiv:2412.19437) as in HF `DeepseekV3ForCausalLM`: latent attention and experts."""
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import decoder, residual_block
 from castiron.emitter.models.latent_attention import LatentConfig, latent_fields, mlp, self_attention
-from castiron.emitter.step import Step
 
 
 class Config(LatentConfig):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from castiron.emitter.abi import State
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.kv_cache import layer_caches
+from castiron.emitter.graph.ir import Value, scope
+from castiron.emitter.graph.ops import add, broadcast_in_dim, logistic, multiply, reshape, slice_
 from castiron.emitter.layers import (
     activation,
     attention,
@@ -20,11 +20,11 @@ from castiron.emitter.layers import (
     route,
     split_heads,
 )
+from castiron.emitter.layers.kv_cache import layer_caches
+from castiron.emitter.layers.recurrences import causal_conv, gated_delta
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import Block, HybridConfig, Mlp, decoder, residual_block
-from castiron.emitter.ops import add, broadcast_in_dim, logistic, multiply, reshape, slice_
-from castiron.emitter.recurrences import causal_conv, gated_delta
-from castiron.emitter.step import Step
 
 LINEAR, FULL = "linear_attention", "full_attention"
 

@@ -1,10 +1,10 @@
 """ERNIE 4.5 (dense) as in HF `Ernie4_5ForCausalLM`: Llama with interleaved rotary pairs."""
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
 from castiron.emitter.layers import attention, linear, qkv_heads, rope
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, residual_block
-from castiron.emitter.step import Step
 
 
 def read(c: ConfigReader) -> DecoderConfig:

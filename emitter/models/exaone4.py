@@ -3,11 +3,11 @@
 In the hybrid models, most layers have a sliding window, and only these layers use rope.
 """
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
 from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm, rope
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import POST_NORM, DecoderConfig, decoder, mlp, residual_block
-from castiron.emitter.step import Step
 
 
 class Config(DecoderConfig):

@@ -4,14 +4,14 @@ Each layer has attention and Mamba 2 in parallel, with multipliers (muP, arXiv:2
 """
 
 from castiron.emitter.abi import State
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.kv_cache import layer_caches
+from castiron.emitter.graph.ir import Value, scope
+from castiron.emitter.graph.ops import add, concatenate, multiply
 from castiron.emitter.layers import activation, attention, linear, linear_parts, qkv_heads, rms_norm, rope, scaled
+from castiron.emitter.layers.kv_cache import layer_caches
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
 from castiron.emitter.models.mamba2 import Mamba, scan
-from castiron.emitter.ops import add, concatenate, multiply
-from castiron.emitter.step import Step
 
 
 class Config(DecoderConfig):

@@ -3,11 +3,11 @@
 It is Llama with GELU, and with norms that multiply by 1 + weight.
 """
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
 from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm_plus_one, rope
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, residual_block
-from castiron.emitter.step import Step
 
 
 class Config(DecoderConfig):

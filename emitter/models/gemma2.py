@@ -3,11 +3,11 @@
 It is Gemma with soft caps, four norms in a block, and a sliding window in every other layer.
 """
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
 from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm_plus_one, rope, softcapped
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.models.decoder import SANDWICH_NORM, DecoderConfig, decoder, mlp, residual_block
-from castiron.emitter.step import Step
 
 
 class Config(DecoderConfig):

@@ -3,11 +3,11 @@
 EmbeddingGemma (arXiv:2509.20354) is the same with bidirectional attention.
 """
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
 from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm_plus_one, rope, softcapped
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.models.decoder import SANDWICH_NORM, SlidingConfig, decoder, mlp, residual_block
-from castiron.emitter.step import Step
 
 
 class Config(SlidingConfig):

@@ -8,8 +8,9 @@ Some models have experts in parallel with the MLP.
 from dataclasses import dataclass
 
 from castiron.emitter.abi import State
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.kv_cache import layer_caches
+from castiron.emitter.graph.ir import Value, scope
+from castiron.emitter.graph.ops import add, broadcast_in_dim, gather_rows, multiply, reshape, slice_
+from castiron.emitter.graph.types import EmitError
 from castiron.emitter.layers import (
     activation,
     attention,
@@ -27,12 +28,11 @@ from castiron.emitter.layers import (
     values,
     wanted_rows,
 )
+from castiron.emitter.layers.kv_cache import layer_caches
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.models.decoder import SlidingConfig
-from castiron.emitter.ops import add, broadcast_in_dim, gather_rows, multiply, reshape, slice_
 from castiron.emitter.shorten import shorten, shorten_list
-from castiron.emitter.step import Step
-from castiron.emitter.types import EmitError
 
 # HF's defaults for `rope_parameters`: of layers with full attention, and of those with a sliding window.
 _ROPES = (

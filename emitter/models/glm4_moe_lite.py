@@ -1,12 +1,12 @@
 """GLM-4.7-Flash as in HF `Glm4MoeLiteForCausalLM`: DeepSeek V3 with other sizes."""
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
+from castiron.emitter.graph.types import EmitError
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import decoder, residual_block
 from castiron.emitter.models.latent_attention import LatentConfig, latent_fields, mlp, self_attention
 from castiron.emitter.shorten import shorten
-from castiron.emitter.step import Step
-from castiron.emitter.types import EmitError
 
 
 class Config(LatentConfig):

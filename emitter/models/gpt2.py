@@ -1,6 +1,7 @@
 """GPT-2 (Radford et al., 2019) as in HF `GPT2LMHeadModel`: learnt positions, fused q, k, v."""
 
-from castiron.emitter.ir import Value, scope
+from castiron.emitter.graph.ir import Value, scope
+from castiron.emitter.graph.ops import add
 from castiron.emitter.layers import (
     activation,
     attention,
@@ -13,10 +14,9 @@ from castiron.emitter.layers import (
     split_heads,
     wanted_rows,
 )
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.models.decoder import ModelConfig
-from castiron.emitter.ops import add
-from castiron.emitter.step import Step
 
 
 class Config(ModelConfig):

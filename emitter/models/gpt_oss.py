@@ -4,12 +4,12 @@ Every other layer has a sliding window. Each attention head has a sink: one more
 softmax, to which no value vector belongs.
 """
 
-from castiron.emitter.ir import Value, scope
+from castiron.emitter.graph.ir import Value, scope
+from castiron.emitter.graph.types import EmitError
 from castiron.emitter.layers import ClampedSwiGLU, attention, experts, linear, qkv_heads, rope, route
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder, residual_block
-from castiron.emitter.step import Step
-from castiron.emitter.types import EmitError
 
 # HF's default for `rope_parameters`.
 _ROPE = {

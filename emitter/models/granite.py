@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
+from castiron.emitter.graph.ops import constant, divide
+from castiron.emitter.graph.types import F32
 from castiron.emitter.layers import attention, gated_mlp, linear, qkv_heads, rope, scaled
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import Block, DecoderConfig, decoder, residual_block
-from castiron.emitter.ops import constant, divide
-from castiron.emitter.step import Step
-from castiron.emitter.types import F32
 
 
 class GraniteConfig(DecoderConfig):

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from castiron.emitter.ir import Value, scope
+from castiron.emitter.graph.ir import Value, scope
 from castiron.emitter.layers import experts, linear, route, scaled
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import residual_block
 from castiron.emitter.models.granite import GraniteConfig, granite_decoder, self_attention
-from castiron.emitter.step import Step
 
 
 class Config(GraniteConfig):

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from castiron.emitter.abi import State
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.kv_cache import layer_caches
+from castiron.emitter.graph.ir import Value, scope
+from castiron.emitter.graph.ops import add, multiply
 from castiron.emitter.layers import activation, attention, linear, linear_parts, qkv_heads, rms_norm, rope, scaled
+from castiron.emitter.layers.kv_cache import layer_caches
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import HybridConfig
 from castiron.emitter.models.granite import GraniteConfig, granite_decoder
 from castiron.emitter.models.granitemoe import sparse_mlp
 from castiron.emitter.models.mamba2 import Mamba, gated_scan
-from castiron.emitter.ops import add, multiply
-from castiron.emitter.step import Step
 
 MAMBA, FULL = "linear_attention", "full_attention"
 

@@ -1,11 +1,11 @@
 """Hunyuan (dense) as in HF `HunYuanDenseV1ForCausalLM`: Llama with norms of q and k after rope."""
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
 from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm, rope
+from castiron.emitter.layers.rotary import Rotary
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, residual_block
-from castiron.emitter.rotary import Rotary
-from castiron.emitter.step import Step
 
 
 class Config(DecoderConfig):

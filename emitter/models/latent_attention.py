@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from castiron.emitter.ir import Value, scope
+from castiron.emitter.graph.ir import Value, scope
+from castiron.emitter.graph.ops import add, concatenate, dot_general, reshape, slice_, transpose
+from castiron.emitter.graph.types import EmitError
 from castiron.emitter.layers import attention, experts, gated_mlp, linear, rms_norm, rope, route, scaled, split_heads, values
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig
-from castiron.emitter.ops import add, concatenate, dot_general, reshape, slice_, transpose
-from castiron.emitter.step import Step
-from castiron.emitter.types import EmitError
 
 # HF always uses this epsilon in the norms of latent vectors.
 _LATENT_EPS = 1e-6

@@ -3,14 +3,14 @@
 from typing import Any
 
 from castiron.emitter.abi import State
-from castiron.emitter.ir import Value
-from castiron.emitter.kv_cache import layer_caches
+from castiron.emitter.graph.ir import Value
+from castiron.emitter.graph.ops import multiply, slice_
 from castiron.emitter.layers import activation, attention, linear, qkv_heads, rms_norm, rope
+from castiron.emitter.layers.kv_cache import layer_caches
+from castiron.emitter.layers.recurrences import causal_conv
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import HybridConfig, Mlp, Norms, decoder, residual_block
-from castiron.emitter.ops import multiply, slice_
-from castiron.emitter.recurrences import causal_conv
-from castiron.emitter.step import Step
 
 CONV, FULL = "conv", "full_attention"
 

@@ -1,14 +1,14 @@
 """LFM2 MoE as in HF `Lfm2MoeForCausalLM`: LFM2 with experts in all but the first layers."""
 
-from castiron.emitter.ir import Value, scope
+from castiron.emitter.graph.ir import Value, scope
+from castiron.emitter.graph.ops import add, broadcast_in_dim, constant, divide, reduce
+from castiron.emitter.graph.types import F32
 from castiron.emitter.layers import experts, linear, route, scaled
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models import lfm2
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.lfm2 import CONV, FULL
 from castiron.emitter.models.lfm2 import states as states
-from castiron.emitter.ops import add, broadcast_in_dim, constant, divide, reduce
-from castiron.emitter.step import Step
-from castiron.emitter.types import F32
 
 # HF divides the experts' weights by their sum plus this number.
 _SUM_EPS = 1e-6

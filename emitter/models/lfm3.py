@@ -5,16 +5,16 @@ sliding window in some layers.
 """
 
 from castiron.emitter.abi import State
-from castiron.emitter.ir import Value
-from castiron.emitter.kv_cache import layer_caches
+from castiron.emitter.graph.ir import Value
+from castiron.emitter.graph.ops import broadcast_in_dim, logistic, multiply, reshape
+from castiron.emitter.graph.types import EmitError
 from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm, rope, split_heads
+from castiron.emitter.layers.kv_cache import layer_caches
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models import lfm2
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import Norms, SlidingConfig, decoder, residual_block
 from castiron.emitter.models.lfm2 import CONV, FULL, NORMS, feed_forward, short_conv
-from castiron.emitter.ops import broadcast_in_dim, logistic, multiply, reshape
-from castiron.emitter.step import Step
-from castiron.emitter.types import EmitError
 
 SLIDING = "sliding_attention"
 # HF's defaults for `rope_parameters`: of layers with full attention, and of those with a sliding window.

@@ -1,10 +1,10 @@
 """Llama 2 to 3.2, SmolLM2, TinyLlama (arXiv:2307.09288, 2407.21783) as in HF `LlamaForCausalLM`."""
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
 from castiron.emitter.layers import attention, linear, qkv_heads, rope
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, residual_block
-from castiron.emitter.step import Step
 
 
 class Config(DecoderConfig):

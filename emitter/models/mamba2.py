@@ -10,14 +10,14 @@ from math import inf
 import numpy as np
 
 from castiron.emitter.abi import State
-from castiron.emitter.ir import Value, append, current_path
+from castiron.emitter.graph.ir import Value, append, current_path
+from castiron.emitter.graph.ops import broadcast_in_dim, maximum, minimum, multiply, reshape, slice_
+from castiron.emitter.graph.types import EmitError, is_number
 from castiron.emitter.layers import activation, linear_parts, rms_norm, split_heads
+from castiron.emitter.layers.recurrences import causal_conv, selective_scan
+from castiron.emitter.layers.step import Step, Weight
 from castiron.emitter.models.config import ConfigReader
-from castiron.emitter.ops import broadcast_in_dim, maximum, minimum, multiply, reshape, slice_
-from castiron.emitter.recurrences import causal_conv, selective_scan
 from castiron.emitter.shorten import shorten
-from castiron.emitter.step import Step, Weight
-from castiron.emitter.types import EmitError, is_number
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
+from castiron.emitter.graph.types import EmitError
 from castiron.emitter.layers import attention, linear, qkv_heads, rope, rotary_tables
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, residual_block
-from castiron.emitter.step import Step
-from castiron.emitter.types import EmitError
 
 # HF's default for `rope_parameters`.
 _ROPE = {

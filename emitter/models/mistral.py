@@ -1,10 +1,10 @@
 """Mistral (arXiv:2310.06825) as in HF `MistralForCausalLM`: Llama with a sliding window."""
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, residual_block
 from castiron.emitter.models.llama import self_attention
-from castiron.emitter.step import Step
 
 
 def read(c: ConfigReader) -> DecoderConfig:

@@ -1,11 +1,11 @@
 """Mixtral (arXiv:2401.04088) as in HF `MixtralForCausalLM`: Mistral with experts."""
 
-from castiron.emitter.ir import Value, scope
+from castiron.emitter.graph.ir import Value, scope
 from castiron.emitter.layers import experts, linear, route
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder, residual_block
 from castiron.emitter.models.llama import self_attention
-from castiron.emitter.step import Step
 
 
 class Config(DecoderConfig):

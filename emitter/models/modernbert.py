@@ -4,12 +4,12 @@ In most layers, a token attends to a window of earlier and later tokens. The oth
 attention.
 """
 
-from castiron.emitter.ir import Value, scope
+from castiron.emitter.graph.ir import Value, scope
+from castiron.emitter.graph.ops import add, multiply
 from castiron.emitter.layers import activation, attention, embedding, layer_norm, linear, linear_parts, rope, split_heads
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.models.decoder import SlidingConfig
-from castiron.emitter.ops import add, multiply
-from castiron.emitter.step import Step
 
 
 class Config(SlidingConfig):

@@ -9,8 +9,9 @@ from math import inf
 import numpy as np
 
 from castiron.emitter.abi import State
-from castiron.emitter.ir import Value, scope
-from castiron.emitter.kv_cache import layer_caches
+from castiron.emitter.graph.ir import Value, scope
+from castiron.emitter.graph.ops import add
+from castiron.emitter.graph.types import EmitError
 from castiron.emitter.layers import (
     activation,
     attention,
@@ -24,13 +25,12 @@ from castiron.emitter.layers import (
     scaled,
     wanted_rows,
 )
+from castiron.emitter.layers.kv_cache import layer_caches
+from castiron.emitter.layers.rotary import Rotary
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.models.decoder import HybridConfig
 from castiron.emitter.models.mamba2 import Mamba, gated_scan
-from castiron.emitter.ops import add
-from castiron.emitter.rotary import Rotary
-from castiron.emitter.step import Step
-from castiron.emitter.types import EmitError
 
 MAMBA, FULL, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"
 _LETTERS = {"M": MAMBA, "*": FULL, "-": MLP, "E": MOE}

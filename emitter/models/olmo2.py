@@ -1,10 +1,10 @@
 """OLMo 2 (arXiv:2501.00656) as in HF `Olmo2ForCausalLM`: norms after attention, MLP, q and k."""
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
 from castiron.emitter.layers import attention, linear, rms_norm, rope, split_heads
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import POST_NORM, DecoderConfig, decoder, mlp, residual_block
-from castiron.emitter.step import Step
 
 
 class Config(DecoderConfig):

@@ -3,12 +3,12 @@
 Every fourth layer has full attention; only those layers have a rope scaling.
 """
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models import olmo2
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import POST_NORM, SlidingConfig, decoder, mlp, residual_block
 from castiron.emitter.models.olmo2 import self_attention
-from castiron.emitter.step import Step
 
 
 class Config(olmo2.Config, SlidingConfig):

@@ -3,12 +3,12 @@
 It is Llama with fused projections: one for q, k and v, and one for the MLP's gate and up.
 """
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
+from castiron.emitter.graph.ops import multiply
 from castiron.emitter.layers import activation, attention, linear, linear_parts, rope, split_heads
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder, residual_block
-from castiron.emitter.ops import multiply
-from castiron.emitter.step import Step
 
 
 def read(c: ConfigReader) -> DecoderConfig:

@@ -1,10 +1,10 @@
 """Qwen2 (arXiv:2407.10671), Qwen2.5 as in HF `Qwen2ForCausalLM`: Llama with biases of q, k, v."""
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
 from castiron.emitter.layers import attention, linear, qkv_heads, rope
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, residual_block
-from castiron.emitter.step import Step
 
 
 def read(c: ConfigReader) -> DecoderConfig:

@@ -1,11 +1,11 @@
 """Qwen3 (arXiv:2505.09388) as in HF `Qwen3ForCausalLM`: Llama with norms on heads of q and k."""
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
 from castiron.emitter.layers import attention, linear, qkv_heads, rms_norm, rope
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder, mlp, residual_block
 from castiron.emitter.models.qwen2 import windows
-from castiron.emitter.step import Step
 
 
 class Config(DecoderConfig):

@@ -1,11 +1,11 @@
 """Qwen 3.5 MoE as in HF `Qwen3_5MoeForCausalLM`: Qwen 3.5 with routed and shared experts."""
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.delta_net import MoeConfig, delta_decoder, delta_fields, sparse_mlp
 from castiron.emitter.models.delta_net import states as states
 from castiron.emitter.models.qwen3_5_text import linear_attn
-from castiron.emitter.step import Step
 
 
 def read(c: ConfigReader) -> MoeConfig:

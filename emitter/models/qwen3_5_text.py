@@ -1,12 +1,12 @@
 """Qwen 3.5 as in HF `Qwen3_5ForCausalLM`: gated delta nets, and some layers of gated attention."""
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
 from castiron.emitter.layers import linear
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import mlp
 from castiron.emitter.models.delta_net import DeltaConfig, delta_decoder, delta_fields, delta_net
 from castiron.emitter.models.delta_net import states as states
-from castiron.emitter.step import Step
 
 
 def read(c: ConfigReader) -> DeltaConfig:

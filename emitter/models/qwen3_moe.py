@@ -1,12 +1,12 @@
 """Qwen3 MoE (arXiv:2505.09388) as in HF `Qwen3MoeForCausalLM`: Qwen3 with experts."""
 
-from castiron.emitter.ir import Value, scope
+from castiron.emitter.graph.ir import Value, scope
 from castiron.emitter.layers import experts, gated_mlp, linear, route
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models import qwen3
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import decoder, residual_block
 from castiron.emitter.models.qwen3 import self_attention
-from castiron.emitter.step import Step
 
 
 class Config(qwen3.Config):

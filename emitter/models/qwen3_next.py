@@ -1,13 +1,13 @@
 """Qwen3-Next as in HF `Qwen3NextForCausalLM`: gated delta nets, gated attention, experts."""
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
+from castiron.emitter.graph.ops import concatenate
 from castiron.emitter.layers import gated_mlp, linear_parts
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.delta_net import MoeConfig, delta_decoder, delta_fields, delta_net, sparse_mlp
 from castiron.emitter.models.delta_net import states as states
 from castiron.emitter.models.qwen3_moe import sparse_layers
-from castiron.emitter.ops import concatenate
-from castiron.emitter.step import Step
 
 
 class Config(MoeConfig):

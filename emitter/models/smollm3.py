@@ -1,13 +1,13 @@
 """SmolLM3 as in HF `SmolLM3ForCausalLM`: Llama with some layers without rope (arXiv:2501.18795)."""
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
+from castiron.emitter.graph.types import EmitError
 from castiron.emitter.layers import attention, linear, qkv_heads, rope
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models import llama
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import decoder, mlp, residual_block
 from castiron.emitter.shorten import shorten
-from castiron.emitter.step import Step
-from castiron.emitter.types import EmitError
 
 
 class Config(llama.Config):

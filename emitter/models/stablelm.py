@@ -3,12 +3,12 @@
 It is Llama with LayerNorm, and with a rotary embedding on a part of each head.
 """
 
-from castiron.emitter.ir import Value, scope
+from castiron.emitter.graph.ir import Value, scope
+from castiron.emitter.graph.ops import add
 from castiron.emitter.layers import attention, gated_mlp, head_norms, layer_norm, linear, qkv_heads, rope
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder
-from castiron.emitter.ops import add
-from castiron.emitter.step import Step
 
 
 class Config(DecoderConfig):

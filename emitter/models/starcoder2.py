@@ -3,12 +3,12 @@
 It is Llama with LayerNorm, with biases, and with an MLP without a gate.
 """
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
 from castiron.emitter.layers import activation, layer_norm, linear
+from castiron.emitter.layers.step import Step
 from castiron.emitter.models.config import ACTIVATION_NAMES, ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig, decoder, residual_block
 from castiron.emitter.models.llama import self_attention
-from castiron.emitter.step import Step
 
 
 def read(c: ConfigReader) -> DecoderConfig:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from castiron.emitter.codecs import codec_of
-from castiron.emitter.quantise import convert
+from castiron.emitter.codecs.quantise import convert
 from castiron.emitter.shorten import shorten, shorten_list, shorten_text
 from castiron.pipelines.checkpoints.checkpoint import EMBEDDINGS, HEAD, Checkpoint, CheckpointError, Tensor
 from castiron.pipelines.checkpoints.hf.read_files import json_object, read_safetensors

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from castiron.emitter.codecs import dequantise, row_bytes
-from castiron.emitter.finite import are_finite
-from castiron.emitter.pooling import Pooling
+from castiron.emitter.codecs.finite import are_finite
+from castiron.emitter.layers.pooling import Pooling
 from castiron.emitter.shorten import shorten, shorten_text
 from castiron.pipelines.child_process import ChildProcess, LimitExceeded
 from castiron.pipelines.errors import CheckpointError as CheckpointError

@@ -10,8 +10,8 @@ import json
 import sys
 from collections import Counter
 
-from castiron.emitter.ir import Module
-from castiron.emitter.printer import print_module
+from castiron.emitter.graph.ir import Module
+from castiron.emitter.graph.printer import print_module
 from castiron.pipelines.cli.options import add_checkpoint, add_compile_options, add_options, compile_options
 from castiron.pipelines.compile.extract import extract_function, extract_layer
 from castiron.pipelines.compile.named_kernel import KINDS, kernel_module, named_kernel

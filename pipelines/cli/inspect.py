@@ -114,8 +114,8 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
     tensors: whether to add a line for every tensor.
     """
     from castiron.emitter.codecs import row_bytes
+    from castiron.emitter.graph.types import EmitError
     from castiron.emitter.models import ignored_keys
-    from castiron.emitter.types import EmitError
     from castiron.pipelines.checkpoints.checkpoint import CheckpointError
     from castiron.pipelines.checkpoints.hf.quantisation_methods import describe
     from castiron.pipelines.checkpoints.hf.tensor_layouts import in_words

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from castiron.emitter.ir import Module
+from castiron.emitter.graph.ir import Module
 from castiron.emitter.kernels.mlir.isa import ISAS
+from castiron.emitter.layers.step import ModelModule
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import build, read_config
 from castiron.emitter.shorten import shorten_list
-from castiron.emitter.step import ModelModule
 from castiron.pipelines.checkpoints.adapter import merge, open_adapter
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, missing_and_left_over
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import castiron
-from castiron.emitter.ir import Graph, Module
+from castiron.emitter.graph.ir import Graph, Module
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import ISAS
 from castiron.emitter.models import read_config

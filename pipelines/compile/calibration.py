@@ -19,12 +19,12 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Graph, Module, Value, building
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Graph, Module, Value, building
+from castiron.emitter.graph.printer import print_module
+from castiron.emitter.graph.types import F32
+from castiron.emitter.layers.step import ModelModule
 from castiron.emitter.lowering import lower
-from castiron.emitter.printer import print_module
-from castiron.emitter.step import ModelModule
-from castiron.emitter.types import F32
 from castiron.pipelines.checkpoints.adapter import adapter_sha256
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, tokenizer_of
 from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import castiron
-from castiron.emitter.ir import Module
+from castiron.emitter.graph.ir import Module
+from castiron.emitter.graph.printer import print_module, print_operations
+from castiron.emitter.layers import operations
+from castiron.emitter.layers.step import ModelModule
 from castiron.emitter.models import read_config
-from castiron.emitter.printer import print_layers, print_module
-from castiron.emitter.step import ModelModule
 from castiron.pipelines.checkpoints.adapter import adapter_sha256
 from castiron.pipelines.checkpoints.checkpoint import check_tokenizer, validate
 from castiron.pipelines.checkpoints.hf.encoding_files import MODULES
@@ -287,7 +288,7 @@ def _key(path: Path, options: Options, target: Target, compiler: str) -> str:
 
 def _write_sources(folder: Path, model: ModelModule, text: str, flags: tuple[str, ...], bundle: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / LAYERS).write_text(print_layers(model), encoding="utf-8")
+    (folder / LAYERS).write_text(print_operations(model, operations.LAYERS), encoding="utf-8")
     (folder / TEXT).write_text(text, encoding="utf-8")
     compile_ = shlex.join(["iree-compile", TEXT, *flags, "-o", "model.vmfb"])
     replace_ = shlex.join(["castiron", "compile", str(Path(bundle).resolve()), "--module", "model.vmfb"])

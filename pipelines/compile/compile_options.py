@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from castiron.emitter.abi import NUMERICS, STORAGE
+from castiron.emitter.graph.types import EmitError
 from castiron.emitter.lowering import LOWERINGS
 from castiron.emitter.models import read_config
 from castiron.emitter.shorten import shorten
-from castiron.emitter.types import EmitError
 from castiron.pipelines.compile.weight_codecs import QUANTISED, WEIGHTS
 from castiron.vmfb.cpu_features import physical_cores
 from castiron.vmfb.targets import is_gpu

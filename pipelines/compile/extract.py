@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from castiron.emitter.ir import Graph, Module, Op, Value, append, current_function, parameter, scope
-from castiron.emitter.operations import LOWERED
-from castiron.emitter.verifier import check
+from castiron.emitter.graph.ir import Graph, Module, Op, Value, append, current_function, parameter, scope
+from castiron.emitter.graph.stablehlo import LOWERED
+from castiron.emitter.graph.verifier import check
 from castiron.pipelines.errors import PipelineError
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")

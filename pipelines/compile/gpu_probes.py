@@ -14,13 +14,13 @@ import numpy as np
 
 from castiron.emitter import layers
 from castiron.emitter.codecs import codec_of, dequantise, row_bytes
-from castiron.emitter.ir import current_function
-from castiron.emitter.layer_operations import LAYERS
+from castiron.emitter.codecs.quantise import convert
+from castiron.emitter.graph.ir import current_function
+from castiron.emitter.graph.printer import print_module
+from castiron.emitter.graph.stablehlo import build
+from castiron.emitter.layers.operations import LAYERS
+from castiron.emitter.layers.step import ModelModule, Weight
 from castiron.emitter.lowering import lower
-from castiron.emitter.operations import build
-from castiron.emitter.printer import print_module
-from castiron.emitter.quantise import convert
-from castiron.emitter.step import ModelModule, Weight
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint
 from castiron.pipelines.compile.build_model import build_module
 from castiron.pipelines.compile.compile_options import Options

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from castiron.emitter import ops
 from castiron.emitter.codecs import codec_of
-from castiron.emitter.ir import Module, current_function
-from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.graph.ir import Module, current_function
+from castiron.emitter.graph.stablehlo import LOWERED
+from castiron.emitter.graph.types import EmitError
+from castiron.emitter.graph.verifier import check
+from castiron.emitter.kernels.kernel import Kernel, kernel_call
 from castiron.emitter.kernels.matmul import small_batch
 from castiron.emitter.kernels.matmul.selection import kernel_of, numerics_of
 from castiron.emitter.kernels.matmul_spec import FAST, PIECES, Matmul
@@ -23,9 +25,6 @@ from castiron.emitter.kernels.split_x import split_x
 from castiron.emitter.kernels.weights.packing import LANES, packed_shape
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
-from castiron.emitter.operations import LOWERED
-from castiron.emitter.types import EmitError
-from castiron.emitter.verifier import check
 from castiron.pipelines.errors import PipelineError
 
 
@@ -40,7 +39,7 @@ def kernel_module(kernel: Kernel, storage: bool = False) -> Module:
     buffers = {operand: kernel.results[name] for name, operand in in_place.items() if operand not in kernel.tensors}
     with module.function("call", **kernel.tensors, **buffers) as inputs:
         given = dict(zip([*kernel.tensors, *buffers], inputs, strict=True))
-        results = ops.kernel_call(kernel, **{n: given[n] for n in kernel.tensors}, **dict.fromkeys(kernel.indices, 0))
+        results = kernel_call(kernel, **{n: given[n] for n in kernel.tensors}, **dict.fromkeys(kernel.indices, 0))
         current_function().returns({i: given[in_place[name]] for i, name in enumerate(results) if name in in_place}, **results)
     check(module, LOWERED)
     return module

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from castiron.emitter.codecs.quantise import convert
 from castiron.emitter.models import read_config
-from castiron.emitter.quantise import convert
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, check_finite
 from castiron.pipelines.checkpoints.gguf import export
 from castiron.pipelines.checkpoints.gguf.gguf_file import Buffer, GgufFile, metadata_entry, padded, read_gguf, write_gguf

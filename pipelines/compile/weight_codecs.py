@@ -19,8 +19,8 @@ from types import MappingProxyType
 import numpy as np
 
 from castiron.emitter.codecs import codec_of, row_bytes
-from castiron.emitter.ir import Module, Param
-from castiron.emitter.quantise import ENCODERS, convert
+from castiron.emitter.codecs.quantise import ENCODERS, convert
+from castiron.emitter.graph.ir import Module, Param
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
 from castiron.vmfb.bundle.irpa import write_irpa
 

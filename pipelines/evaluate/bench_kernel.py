@@ -12,7 +12,7 @@ import numpy as np
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.quantise_x import quantised
 from castiron.emitter.kernels.weights.packing import LANES, pack
-from castiron.emitter.kv_cache import CACHES
+from castiron.emitter.layers.kv_cache import CACHES
 from castiron.pipelines.compile.named_kernel import KINDS, named_kernel
 from castiron.pipelines.evaluate.machine import (
     ATTEMPTS,

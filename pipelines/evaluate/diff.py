@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter.ir import Graph, Op
+from castiron.emitter.graph.ir import Graph, Op
+from castiron.emitter.graph.types import DTYPES
 from castiron.emitter.lowering import lower
-from castiron.emitter.types import DTYPES
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, check_finite
 from castiron.pipelines.compile.build_model import build_model
 from castiron.pipelines.compile.compile_options import Options

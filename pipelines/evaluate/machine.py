@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from castiron.emitter.graph.printer import print_module
+from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.bf16_pairs import Pairs
 from castiron.emitter.kernels.mlir.body import Body, Ssa, batches, vector_type
 from castiron.emitter.kernels.mlir.dot import Accumulators, dot_of
 from castiron.emitter.kernels.mlir.isa import ISAS, Isa
 from castiron.emitter.kernels.mlir.matrix import COLUMNS, DEPTH, Matrix
-from castiron.emitter.printer import print_module
-from castiron.emitter.types import F32, I32, TensorType
 from castiron.pipelines.compile.named_kernel import kernel_module
 
 # 256 MB, several times the size of any CPU cache.

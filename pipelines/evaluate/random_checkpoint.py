@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from castiron.emitter.codecs import codec_of, row_bytes
+from castiron.emitter.codecs.scaled import SCALED, join
+from castiron.emitter.graph.types import DTYPES, from_f32
 from castiron.emitter.models import build, read_config
-from castiron.emitter.scaled_codecs import SCALED, join
-from castiron.emitter.types import DTYPES, from_f32
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, Tensor
 from castiron.pipelines.checkpoints.gguf import export, gguf_file
 from castiron.pipelines.compile.weight_codecs import codecs_of

@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from castiron.emitter.abi import Function
-from castiron.emitter.ir import Module
+from castiron.emitter.graph.ir import Module
+from castiron.emitter.graph.printer import print_module
 from castiron.emitter.kernels.matmul.selection import default_tiles, kernel_of
 from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import ISAS, Isa
 from castiron.emitter.lowering import lower
-from castiron.emitter.printer import print_module
 from castiron.pipelines.compile.build_model import build_model, open_source
 from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options

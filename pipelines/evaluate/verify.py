@@ -225,7 +225,7 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
     from transformers.pytorch_utils import Conv1D
 
     from castiron.emitter.codecs import dequantise
-    from castiron.emitter.quantise import convert
+    from castiron.emitter.codecs.quantise import convert
     from castiron.pipelines.compile.weight_codecs import FLOATS, QUANTISED, codecs_of
 
     codecs = codecs_of(checkpoint, weights, requantise=True)

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from safetensors.numpy import load_file, save_file
 
-from castiron.emitter.types import EmitError
+from castiron.emitter.graph.types import EmitError
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, check_finite, missing_and_left_over
 from castiron.pipelines.checkpoints.column_order import column_orders
 from castiron.pipelines.checkpoints.hf.open_directory import tensors_of

@@ -305,7 +305,7 @@ def test_run_imports_only_the_modules_that_it_uses(bundle):
     code = (
         "import sys; from castiron.pipelines.cli.main import main; status = main(sys.argv[1:])\n"
         "print(status, sorted(m for m in sys.modules if m in "
-        "('torch', 'transformers', 'iree.compiler', 'jinja2', 'gguf', 'email', 'castiron.emitter.types', "
+        "('torch', 'transformers', 'iree.compiler', 'jinja2', 'gguf', 'email', 'castiron.emitter.graph.types', "
         "'castiron.pipelines.checkpoints.checkpoint', 'castiron.pipelines.compile.compile_model')))"
     )
     command = [sys.executable, "-c", code, "run", bundle, "--tokens", "1,2", "-n", "2", "--json"]

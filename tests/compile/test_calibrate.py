@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from castiron.emitter.quantise import convert
-from castiron.emitter.types import EmitError
+from castiron.emitter.codecs.quantise import convert
+from castiron.emitter.graph.types import EmitError
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.compile import calibration
 from castiron.pipelines.compile import quantise_gguf as quantise_gguf

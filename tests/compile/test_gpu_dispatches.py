@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from castiron.emitter.graph.printer import print_module
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
-from castiron.emitter.printer import print_module
 from castiron.reference.tiny import FAMILIES
 from castiron.vmfb.compiler.iree_compile import compile_mlir
 from castiron.vmfb.targets import resolve

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from castiron.emitter.printer import print_module
+from castiron.emitter.graph.printer import print_module
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.build_model import build_module
 from castiron.pipelines.compile.compile_model import compile_model

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoConfig
 
-from castiron.emitter.quantise import convert
+from castiron.emitter.codecs.quantise import convert
 from castiron.pipelines import files
 from castiron.pipelines.checkpoints.checkpoint import SAMPLE, CheckpointError
 from castiron.pipelines.checkpoints.gguf.gguf_file import read_gguf

@@ -38,7 +38,7 @@ BUNDLE, TILES = "the key of a bundle", "the key of tiles"
     [
         ("emitter/kernels/weights/packing.py", {BUNDLE, TILES}),
         ("emitter/kernels/mlir/vector_math.py", {BUNDLE, TILES}),
-        ("emitter/codecs.py", {BUNDLE, TILES}),
+        ("emitter/codecs/__init__.py", {BUNDLE, TILES}),
         ("emitter/models/llama.py", {BUNDLE}),
         ("pipelines/checkpoints/gguf/config_rules.py", {BUNDLE}),
         ("pipelines/compile/compile_model.py", {BUNDLE}),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from castiron.emitter.codecs import dequantise
-from castiron.emitter.quantise import convert
+from castiron.emitter.codecs.quantise import convert
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli import options

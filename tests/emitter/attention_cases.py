@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
+from castiron.emitter.graph.types import I8, TensorType
 from castiron.emitter.kernels.attention.decode import DecodeTokens, attention_decode
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
 from castiron.emitter.kernels.attention.prefill import attention_prefill
@@ -18,8 +19,7 @@ from castiron.emitter.kernels.attention.rows import Caches
 from castiron.emitter.kernels.attention.scores import Scores
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.isa import ISAS, Isa
-from castiron.emitter.kv_cache import CACHES, MIN_GROUP, SCALE_BYTES, Cache
-from castiron.emitter.types import I8, TensorType
+from castiron.emitter.layers.kv_cache import CACHES, MIN_GROUP, SCALE_BYTES, Cache
 from castiron.vmfb.targets import resolve
 from tests.emitter.drawing import draw
 from tests.emitter.kernel_runner import Runner, runnable

@@ -9,10 +9,10 @@ from functools import cache
 import numpy as np
 from hypothesis import strategies as st
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Module, Value, current_function, scope
-from castiron.emitter.operations import COMPARISONS
-from castiron.emitter.types import BF16, DTYPES, F16, F32, I1, I8, I32, DType, TensorType, from_f32
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Module, Value, current_function, scope
+from castiron.emitter.graph.stablehlo import COMPARISONS
+from castiron.emitter.graph.types import BF16, DTYPES, F16, F32, I1, I8, I32, DType, TensorType, from_f32
 from tests.emitter.drawing import draw
 
 FLOATS, INTS = (F32, F16, BF16), (I8, I32)

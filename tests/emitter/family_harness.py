@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from castiron.emitter.ir import Module
+from castiron.emitter.graph.ir import Module
+from castiron.emitter.layers.step import ModelModule
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
-from castiron.emitter.step import ModelModule
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, missing_and_left_over
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.compile.weight_codecs import pack_parameter

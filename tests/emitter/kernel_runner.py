@@ -11,10 +11,9 @@ import iree.runtime as rt
 import numpy as np
 from iree.runtime._binding import create_hal_driver
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Module, current_function
-from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.printer import print_module
+from castiron.emitter.graph.ir import Module, current_function
+from castiron.emitter.graph.printer import print_module
+from castiron.emitter.kernels.kernel import Kernel, kernel_call
 from castiron.vmfb.compiler.iree_compile import compile_mlir
 from castiron.vmfb.device.cpu_device import STACK_BYTES
 from castiron.vmfb.targets import missing_features, resolve
@@ -30,7 +29,7 @@ def module_text(kernels: Sequence[Kernel]) -> str:
     for kernel in kernels:
         with module.function(f"call_{kernel.name}", **kernel.tensors) as inputs:
             given = dict(zip(kernel.tensors, inputs, strict=True))
-            results = ops.kernel_call(kernel, **given, **dict.fromkeys(kernel.indices, INDEX))
+            results = kernel_call(kernel, **given, **dict.fromkeys(kernel.indices, INDEX))
             storage = {i: given[kernel.in_place[name]] for i, name in enumerate(results) if name in kernel.in_place}
             current_function().returns(storage, **results)
     return print_module(module)

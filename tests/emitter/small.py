@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Module, Param, Source, Value, current_function, parameter, scope
-from castiron.emitter.kernels.kernel import INDEX, Kernel
-from castiron.emitter.types import BF16, F32, I32, TensorType, to_f32
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Module, Param, Source, Value, current_function, parameter, scope
+from castiron.emitter.graph.types import BF16, F32, I32, TensorType, to_f32
+from castiron.emitter.kernels.kernel import INDEX, Kernel, kernel_call
 
 LAYERS, CONTEXT, WIDTH, VOCAB = 2, 6, 8, 5
 CACHE = TensorType((LAYERS, CONTEXT, WIDTH), F32)
@@ -47,7 +47,7 @@ def small_module(with_kernel: bool) -> Module:
                 row = ops.reshape(ops.convert(rows, F32), (WIDTH,))
             with scope("layers.1"):
                 if with_kernel:
-                    cache = ops.kernel_call(kernel, row=row, position=pos, cache=cache, layer=1)["cache"]
+                    cache = kernel_call(kernel, row=row, position=pos, cache=cache, layer=1)["cache"]
                 else:
                     cache = _write(ops.multiply(cache, ops.constant(0.1, F32, CACHE.shape)), row, pos)
                 total = ops.reduce("add", cache, (0, 1))

@@ -15,7 +15,7 @@ from castiron.emitter.kernels.attention.prefill import attention_prefill
 from castiron.emitter.kernels.attention.rows import Caches
 from castiron.emitter.kernels.attention.scores import Scores
 from castiron.emitter.kernels.mlir.isa import AVX2, AVX512, ISAS, NEON
-from castiron.emitter.kv_cache import CACHES
+from castiron.emitter.layers.kv_cache import CACHES
 from castiron.vmfb.targets import resolve
 from tests.emitter.attention_cases import (
     BATCH,

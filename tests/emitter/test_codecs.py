@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from castiron.emitter.codecs import CODECS, dequantise, row_bytes, with_scale
-from castiron.emitter.finite import are_finite
-from castiron.emitter.iq_blocks import grid
+from castiron.emitter.codecs.finite import are_finite
+from castiron.emitter.codecs.iq_blocks import grid
 from castiron.pipelines.checkpoints.gguf.gguf_file import GGML_TYPE
 
 gguf = pytest.importorskip("gguf")

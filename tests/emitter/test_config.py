@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
+from castiron.emitter.graph.types import EmitError
+from castiron.emitter.layers.rotary import Rotary
 from castiron.emitter.models import ENCODERS, FAMILIES, build, ignored_keys, read_config
 from castiron.emitter.models.config import HF_KEYS, IGNORABLE, ConfigReader
-from castiron.emitter.rotary import Rotary
-from castiron.emitter.types import EmitError
 from castiron.reference import config_keys
 from castiron.reference.tiny import COMMON
 from castiron.reference.tiny import FAMILIES as TINY

@@ -8,8 +8,9 @@ from math import prod
 import numpy as np
 import pytest
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Module, Op, Value, current_function
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Module, Op, Value, current_function
+from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.emitter.kernels.attention.decode import DecodeTokens
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.rows import Caches
@@ -23,11 +24,11 @@ from castiron.emitter.kernels.gpu.heads import Rows
 from castiron.emitter.kernels.gpu.matvec import MAX_TOKENS, matvec
 from castiron.emitter.kernels.gpu.norm import norm
 from castiron.emitter.kernels.gpu.route import route
+from castiron.emitter.kernels.kernel import kernel_call
 from castiron.emitter.kernels.matmul_spec import Matmul
-from castiron.emitter.kv_cache import CACHES
+from castiron.emitter.layers.kv_cache import CACHES
 from castiron.emitter.lowering import gpu_fusion
 from castiron.emitter.lowering.gpu_fusion import fuse_kernels
-from castiron.emitter.types import F32, I32, TensorType
 
 # The largest heads: latent attention (DeepSeek), and heads with a norm (Gemma 4).
 LATENT, NORMED = HeadLayout(16, 1, 576, None), HeadLayout(8, 2, 512, 512, 1e-6, v_norm=1e-6)
@@ -72,7 +73,7 @@ def attention_of_doubled(doubled: str):
     with module.function("f", **kernel.tensors) as values:
         given = dict(zip(kernel.tensors, values))
         given[doubled] = ops.add(given[doubled], given[doubled])
-        current_function().returns(**ops.kernel_call(kernel, **given, layer=0))
+        current_function().returns(**kernel_call(kernel, **given, layer=0))
     return kernel, module.functions["f"]
 
 
@@ -96,9 +97,9 @@ def results_by_dispatch(module: Module) -> list[list[str]]:
 def test_kernels_run_side_by_side_if_neither_needs_the_other():
     module, kernel = Module("matmuls"), matvec(Matmul("f32", 1, 24, 24))
     with module.function("f", x=TensorType((1, 24), F32), weight=TensorType((24, 24), I32)) as (x, weight):
-        first = ops.kernel_call(kernel, x=x, weight=weight)["y"]
-        second = ops.kernel_call(kernel, x=first, weight=weight)["y"]
-        third = ops.kernel_call(kernel, x=x, weight=weight)["y"]
+        first = kernel_call(kernel, x=x, weight=weight)["y"]
+        second = kernel_call(kernel, x=first, weight=weight)["y"]
+        third = kernel_call(kernel, x=x, weight=weight)["y"]
         current_function().returns(second=second, third=third)
     assert results_by_dispatch(module) == [["y"], ["a_y", "b_y"]]
 
@@ -113,7 +114,7 @@ def test_a_kernel_that_overwrites_an_operand_of_a_kernel_does_not_run_beside_it(
         results = {}
         for i, kernel in enumerate(kernels):
             numbers = {name: 0 if same_cache and name in caches else i for name in kernel.tensors}
-            found = ops.kernel_call(kernel, **{name: given[f"{name}{n}"] for name, n in numbers.items()}, layer=0)
+            found = kernel_call(kernel, **{name: given[f"{name}{n}"] for name, n in numbers.items()}, layer=0)
             results |= {f"{name}_of_{i}": value for name, value in found.items()}
         current_function().returns(**results)
     assert len(results_by_dispatch(module)) == (2 if same_cache else 1)
@@ -124,7 +125,7 @@ def test_a_tensor_with_two_slices_gets_its_own_kernel():
     with module.function("f", x=TensorType((2, 24, 40), F32), weight=TensorType((24, 24), I32)) as (x, weight):
         sums = ops.reduce("add", ops.multiply(x, x), (2,))
         first, second = (ops.slice_(sums, (i, 0), (i + 1, 24)) for i in range(2))
-        y = ops.multiply(ops.kernel_call(kernel, x=first, weight=weight)["y"], second)
+        y = ops.multiply(kernel_call(kernel, x=first, weight=weight)["y"], second)
         current_function().returns(y=y)
     assert results_by_dispatch(module) == [["y0"], ["y"]]
 
@@ -138,9 +139,9 @@ def norm_and_matmul(tokens: int = 1, **residual: str) -> tuple[Module, GpuKernel
     normed, module, rows = norm("rms_norm", tokens, 24, 1e-6, residual=True), Module("norm"), TensorType((tokens, 24), F32)
     types = {"x": rows, "weight": TensorType((24,), F32), "matrix": TensorType((24, 24), I32), "other": rows}
     with module.function("f", **types) as (x, weight, matrix, other):
-        y = ops.kernel_call(normed, x=x, weight=weight, residual=other)["y"]
+        y = kernel_call(normed, x=x, weight=weight, residual=other)["y"]
         more = {name: {"x": x, "y": y}[of] for name, of in residual.items()}
-        z = ops.kernel_call(matmul, x=y, norm=weight, weight=matrix, **more)["y"]
+        z = kernel_call(matmul, x=y, norm=weight, weight=matrix, **more)["y"]
         current_function().returns(z=z)
     return module, normed, matmul
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Module, Param, Source, append, current_function, current_path, parameter, scope
-from castiron.emitter.types import F32, I32, EmitError, TensorType
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Module, Param, Source, append, current_function, current_path, parameter, scope
+from castiron.emitter.graph.types import F32, I32, EmitError, TensorType
 
 ROW = TensorType((4,), F32)
 

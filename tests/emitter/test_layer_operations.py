@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from castiron.emitter.ir import Graph, Module, Op
-from castiron.emitter.layer_operations import LAYERS
+from castiron.emitter.graph.ir import Graph, Module, Op
+from castiron.emitter.graph.stablehlo import LOWERED
+from castiron.emitter.graph.types import BF16, F16, F32, I8, I32, EmitError, TensorType
+from castiron.emitter.graph.verifier import check
+from castiron.emitter.layers.operations import LAYERS
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
-from castiron.emitter.operations import LOWERED
-from castiron.emitter.types import BF16, F16, F32, I8, I32, EmitError, TensorType
-from castiron.emitter.verifier import check
 from castiron.reference import tiny
 
 # Models of three layers that have every operation.

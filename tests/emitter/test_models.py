@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from castiron.emitter.graph.types import EmitError
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import FAMILIES, build
-from castiron.emitter.types import EmitError
 from castiron.reference import hf, tiny
 from tests.emitter.family_harness import CONTEXT, LENGTH, WIDTHS, Agreement, Model, Pair, assert_same_logits, pair, prompt
 

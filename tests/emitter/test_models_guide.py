@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from castiron.emitter import layers, models
+from castiron.emitter.graph.types import EmitError
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig
-from castiron.emitter.types import EmitError
 from castiron.pipelines.cli.main import main
 from castiron.reference import hf, tiny
 from tests.emitter import test_models
@@ -33,12 +33,12 @@ DIFF_OUTPUT = re.search(r"<!-- diff -->\n```\n(.*?)```", GUIDE, re.DOTALL)[1]
 
 # HF's `GPTNeoXForCausalLM` with its parallel residual, without the guide's `fused_heads`.
 GPT_NEOX = """
-from castiron.emitter.ir import Value, scope
+from castiron.emitter.graph.ir import Value, scope
 from castiron.emitter.layers import activation, attention, embedding, layer_norm, linear, rope, rotary_tables, split_heads, wanted_rows
 from castiron.emitter.models.config import ConfigReader
 from castiron.emitter.models.decoder import DecoderConfig as Config
-from castiron.emitter.ops import add, slice_
-from castiron.emitter.step import Step
+from castiron.emitter.graph.ops import add, slice_
+from castiron.emitter.layers.step import Step
 
 def read(c):
     c.require("hidden_act", "gelu")

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Module, Op
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Module, Op
 from castiron.emitter.layers import ClampedSwiGLU
+from castiron.emitter.layers.step import ModelModule
 from castiron.emitter.lowering import portable, portable_attention
 from castiron.emitter.lowering.rewrite import rewrite
 from castiron.emitter.models import FAMILIES
-from castiron.emitter.step import ModelModule
 from castiron.reference import hf
 from tests.emitter.family_harness import LENGTH, TOLERANCE, Model, Pair, pair, prompt
 from tests.emitter.test_models import EPSILON, shape

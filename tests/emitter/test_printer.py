@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Module, Op, Value, current_function
-from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.printer import print_module
-from castiron.emitter.types import BF16, F16, F32, DType, EmitError, TensorType
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Module, Op, Value, current_function
+from castiron.emitter.graph.printer import print_module
+from castiron.emitter.graph.types import BF16, F16, F32, DType, EmitError, TensorType
+from castiron.emitter.kernels.kernel import Kernel, kernel_call
 from tests.emitter.small import append_kernel, small_module
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -37,7 +37,7 @@ def test_golden(form):
 
 def test_equal_graphs_print_equal_bytes_in_every_process():
     program = (
-        "import sys; from castiron.emitter.printer import print_module; from tests.emitter.small import small_module\n"
+        "import sys; from castiron.emitter.graph.printer import print_module; from tests.emitter.small import small_module\n"
         f"for form in {list(FORMS.values())}: sys.stdout.write(print_module(small_module(form[0]), form[1]))"
     )
     texts = {
@@ -100,7 +100,7 @@ def text_with(*kernels: Kernel) -> str:
     with module.function("other", **{v.name: v.type for v in module.functions["step"].inputs}) as (token, pos, cache):
         row = ops.constant(0, F32, (8,))
         for kernel in kernels:
-            cache = ops.kernel_call(kernel, row=row, position=pos, cache=cache, layer=0)["cache"]
+            cache = kernel_call(kernel, row=row, position=pos, cache=cache, layer=0)["cache"]
         current_function().returns(cache=cache, token=token)
     return print_module(module)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from castiron.emitter.codecs import CODECS, dequantise
-from castiron.emitter.quantise import ENCODERS, convert, encode
+from castiron.emitter.codecs.quantise import ENCODERS, convert, encode
 
 ROWS, FEATURES = 48, 512
 

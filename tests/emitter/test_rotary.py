@@ -10,8 +10,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from castiron.emitter.rotary import Rotary, rotary
-from castiron.emitter.types import EmitError
+from castiron.emitter.graph.types import EmitError
+from castiron.emitter.layers.rotary import Rotary, rotary
 
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 SCALINGS = {

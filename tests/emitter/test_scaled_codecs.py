@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from castiron.emitter.codecs import codec_of, dequantise, row_bytes
-from castiron.emitter.finite import are_finite
+from castiron.emitter.codecs.finite import are_finite
+from castiron.emitter.codecs.scaled import SCALED, join, scaled_codec
 from castiron.emitter.kernels.embed import embed
 from castiron.emitter.kernels.matmul.selection import numerics_of
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import AMX, ISAS
 from castiron.emitter.kernels.weights.packing import pack, packed_shape, unpack
-from castiron.emitter.scaled_codecs import SCALED, join, scaled_codec
 from castiron.pipelines.evaluate.random_checkpoint import raw_rows
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, runnable

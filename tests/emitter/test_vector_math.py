@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from castiron.emitter.graph.types import F32, TensorType
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.body import Body, Ssa, vector_type
 from castiron.emitter.kernels.mlir.isa import ISAS
 from castiron.emitter.kernels.mlir.vector_math import exp, exp2, lane_max, lane_sums, transpose
-from castiron.emitter.types import F32, TensorType
 from castiron.vmfb.targets import resolve
 from tests.emitter.kernel_runner import Runner, compile_kernels
 

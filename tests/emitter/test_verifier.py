@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Graph, Module, Op, Param, Source, Value
-from castiron.emitter.operations import LOWERED
-from castiron.emitter.printer import print_module
-from castiron.emitter.types import BF16, DTYPES, F32, I1, I32, DType, EmitError, TensorType
-from castiron.emitter.verifier import check
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Graph, Module, Op, Param, Source, Value
+from castiron.emitter.graph.printer import print_module
+from castiron.emitter.graph.stablehlo import LOWERED
+from castiron.emitter.graph.types import BF16, DTYPES, F32, I1, I32, DType, EmitError, TensorType
+from castiron.emitter.graph.verifier import check
 from castiron.reference.xla import run_stablehlo
 from tests.emitter.cases import Case, all_cases, module_of
 from tests.emitter.small import CACHE, small_module

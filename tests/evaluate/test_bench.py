@@ -9,9 +9,9 @@ import os
 import numpy as np
 import pytest
 
+from castiron.emitter.graph.printer import print_module
 from castiron.emitter.kernels.mlir.isa import ISAS
 from castiron.emitter.kernels.mlir.matrix import DEPTH
-from castiron.emitter.printer import print_module
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.named_kernel import kernel_module
 from castiron.pipelines.errors import PipelineError

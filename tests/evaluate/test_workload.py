@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from castiron.emitter.kv_cache import CACHES
+from castiron.emitter.layers.kv_cache import CACHES
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
 from castiron.pipelines.compile.bundle_manifest import work_of

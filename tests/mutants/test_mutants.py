@@ -63,7 +63,7 @@ def test_the_command_reports_survivors(monkeypatch, capsys):
     monkeypatch.setattr(command, "examine", lambda mutants: [(mutant, outcomes[mutant.name]) for mutant in mutants])
     assert command.main(["nibble order"]) == 0
     printed = capsys.readouterr().out
-    assert "nibble order (emitter/scaled_codecs.py)  a.py::test_b" in printed and "1 of 1" in printed
+    assert "nibble order (emitter/codecs/scaled.py)  a.py::test_b" in printed and "1 of 1" in printed
     assert command.main(["nibble order", "sign of a minimum"]) == 1
     printed = capsys.readouterr().out
     assert "survived " in printed and "sign of a minimum (" in printed and "1 of 2" in printed

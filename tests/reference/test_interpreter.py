@@ -11,11 +11,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Module, Param, Source, current_function, parameter, scope
-from castiron.emitter.kernels.kernel import INDEX, Kernel
-from castiron.emitter.printer import print_module
-from castiron.emitter.types import BF16, F16, F32, I1, I8, I32, EmitError, TensorType, from_f32, to_f32
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Module, Param, Source, current_function, parameter, scope
+from castiron.emitter.graph.printer import print_module
+from castiron.emitter.graph.types import BF16, F16, F32, I1, I8, I32, EmitError, TensorType, from_f32, to_f32
+from castiron.emitter.kernels.kernel import INDEX, Kernel, kernel_call
 from castiron.reference.interpreter import convert, run
 from castiron.reference.xla import run_stablehlo
 from tests.emitter.small import small_arguments, small_module, small_results
@@ -97,7 +97,7 @@ def kernel_of(reference: Callable, **operands: TensorType | str) -> Module:
     module = Module("m")
     with module.function("f", **kernel.tensors) as inputs, scope("attn"):
         indices = dict(zip(kernel.indices, range(5, 9)))
-        current_function().returns(**ops.kernel_call(kernel, **dict(zip(kernel.tensors, inputs)), **indices))
+        current_function().returns(**kernel_call(kernel, **dict(zip(kernel.tensors, inputs)), **indices))
     return module
 
 

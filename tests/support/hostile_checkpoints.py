@@ -21,9 +21,9 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
+from castiron.emitter.graph.printer import print_module
 from castiron.emitter.lowering import lower
 from castiron.emitter.models import read_config
-from castiron.emitter.printer import print_module
 from castiron.pipelines.checkpoints.checkpoint import check_tokenizer, validate
 from castiron.pipelines.compile.build_model import build_model, open_source
 from castiron.pipelines.compile.compile_options import Options

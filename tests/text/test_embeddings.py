@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import castiron
-from castiron.emitter.types import EmitError
+from castiron.emitter.graph.types import EmitError
 from castiron.pipelines.compile.open_model import options_of
 from castiron.pipelines.errors import PipelineError
 from castiron.reference import hf

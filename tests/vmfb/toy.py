@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter import ops
 from castiron.emitter.abi import State, functions
-from castiron.emitter.ir import Module, Param, Source, Value, current_function, parameter
-from castiron.emitter.printer import print_module
-from castiron.emitter.types import F32, I32, TensorType
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Module, Param, Source, Value, current_function, parameter
+from castiron.emitter.graph.printer import print_module
+from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.vmfb.bundle.bundle import Bundle, BundleWriter
 from castiron.vmfb.bundle.irpa import write_irpa
 from castiron.vmfb.bundle.manifest import MODEL, WEIGHTS, Manifest, Versions

@@ -9,9 +9,9 @@ from pathlib import Path
 import iree.runtime as rt
 import numpy as np
 
+from castiron.emitter.graph.types import BF16, TensorType
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kv_cache import CACHES
-from castiron.emitter.types import BF16, TensorType
+from castiron.emitter.layers.kv_cache import CACHES
 from castiron.vmfb.device.gpus import find_device, open_device
 from tests.emitter.kernel_runner import INDEX, compile_kernels
 

@@ -7,9 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from castiron.emitter import ops
 from castiron.emitter.codecs import codec_of, row_bytes
-from castiron.emitter.ir import Module, current_function
+from castiron.emitter.codecs.quantise import encode
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Module, current_function
+from castiron.emitter.graph.types import BF16, F16, F32, I8, I32, TensorType, from_f32
 from castiron.emitter.kernels.attention.decode import DecodeTokens
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.rows import Caches
@@ -24,13 +26,11 @@ from castiron.emitter.kernels.gpu.norm import norm
 from castiron.emitter.kernels.gpu.recurrent import causal_conv, gated_delta, selective_scan
 from castiron.emitter.kernels.gpu.route import route
 from castiron.emitter.kernels.gpu.words import NATIVE, layout_of
-from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.kernel import Kernel, kernel_call
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens
-from castiron.emitter.kv_cache import CACHES
+from castiron.emitter.layers.kv_cache import CACHES
 from castiron.emitter.lowering.gpu_fusion import fuse_kernels
-from castiron.emitter.quantise import encode
-from castiron.emitter.types import BF16, F16, F32, I8, I32, TensorType, from_f32
 from tests.vulkan.kernel_runner import GpuRunner, check
 
 # One codec of each form that no checkpoint's blocks have: f32 scales, with minima, 16-bit codes.
@@ -167,7 +167,7 @@ def test_attention_that_multiplies_each_head_by_a_matrix(head_dim, tokens, posit
     kernel, module = attention(caches, layout, Scores(0.2), tokens, Rows((layout.row,))), Module("heads")
     types = {**kernel.tensors, "matrices": TensorType((heads, n, used), F32)}
     with module.function("f", **types) as (*values, matrices):
-        found = ops.kernel_call(kernel, **dict(zip(kernel.tensors, values)), layer=1)
+        found = kernel_call(kernel, **dict(zip(kernel.tensors, values)), layer=1)
         out = ops.slice_(ops.reshape(found["out"], (T, heads, head_dim)), (0, 0, 0), (T, heads, used))
         out = ops.transpose(ops.dot_general(out, matrices, ((2,), (2,)), ((1,), (0,))), (1, 0, 2))
         current_function().returns(out=ops.reshape(out, (T, heads * n)), k=found["k_cache"], v=found["v_cache"])
@@ -222,7 +222,7 @@ def test_operations_that_kernels_compute(tmp_path):
         table, codes, keys, many = rest
         gate, up = ops.slice_(rows, (0, 0), (1, 24)), ops.slice_(rows, (0, 24), (1, 48))
         x = ops.add(ops.multiply(ops.multiply(gate, ops.logistic(gate)), up), ops.convert(ops.gather_rows(table, chosen), F32))
-        y = ops.kernel_call(matvec(Matmul("f32", 1, 40, 24)), x=x, weight=weight)["y"]
+        y = kernel_call(matvec(Matmul("f32", 1, 40, 24)), x=x, weight=weight)["y"]
         y = ops.subtract(ops.maximum(ops.tanh(y), ops.constant(0.1, F32, y.shape)), ops.multiply(other, ops.rsqrt(ops.abs_(y))))
         # [tokens, heads, 6] . [heads, 6, 8] -> [heads, tokens, 8]
         dots = ops.dot_general(ops.convert(keys, F32), ops.convert(codes, F32), ((2,), (1,)), ((1,), (0,)))
@@ -230,7 +230,7 @@ def test_operations_that_kernels_compute(tmp_path):
         cut = ops.dynamic_slice(ops.transpose(dots, (1, 0, 2)), (start, start, start), (tokens, 4, 4))
         sums = ops.broadcast_in_dim(ops.reduce("maximum", dots, (0,)), (tokens, 4, 8), (0, 2))
         wide = ops.reshape(ops.concatenate((ops.slice_(sums, (0, 0, 2), (tokens, 4, 6)), cut), 2), (tokens, 32))
-        z = ops.kernel_call(gemm(Matmul("f32", tokens, 40, 32)), x=wide, weight=many)["y"]
+        z = kernel_call(gemm(Matmul("f32", tokens, 40, 32)), x=wide, weight=many)["y"]
         current_function().returns(y=y, z=z)
     kernels = [op.attrs["kernel"] for op in fuse_kernels(module.functions["f"]).ops if op.kind == "kernel"]
     assert [list(kernel.results) for kernel in kernels] == [["a_y", "b_y0"], ["y"]]
@@ -264,11 +264,11 @@ def test_matmuls_that_compute_the_norm_before_them(tokens, tmp_path):
     }  # fmt: skip
     with module.function("f", **types) as values:
         given = dict(zip(types, values))
-        y = ops.kernel_call(first, **{name: given[name] for name in first.tensors})["y"]
+        y = kernel_call(first, **{name: given[name] for name in first.tensors})["y"]
         y = ops.multiply(y, given["scale"])
-        x = ops.abs_(ops.kernel_call(matvec(small), x=y, weight=given["small"])["y"])
-        x = ops.kernel_call(second, x=x, weight=given["second"], bias=given["bias"])["y"]
-        parts = {m: ops.kernel_call(matvec(by), x=x, weight=given[m])["y"] for m, by in (("wide", wide), ("other", other))}
+        x = ops.abs_(kernel_call(matvec(small), x=y, weight=given["small"])["y"])
+        x = kernel_call(second, x=x, weight=given["second"], bias=given["bias"])["y"]
+        parts = {m: kernel_call(matvec(by), x=x, weight=given[m])["y"] for m, by in (("wide", wide), ("other", other))}
         current_function().returns(y=y, **parts)
     kernels = [op.attrs["kernel"] for op in fuse_kernels(module.functions["f"]).ops]
     assert [list(kernel.results) for kernel in kernels] == [["y", "rows"], ["a_y", "b_y"]]

@@ -26,6 +26,7 @@ from functools import cache
 
 import numpy as np
 
+from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
 from castiron.emitter.kernels.attention.rows import Caches
 from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend, by_position
@@ -34,8 +35,7 @@ from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa, Type, vector_type
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import exp, lane_max, lane_sums
-from castiron.emitter.kv_cache import Cache
-from castiron.emitter.types import F32, I32, TensorType
+from castiron.emitter.layers.kv_cache import Cache
 
 SPLIT_BYTES = 128 * 1024  # bytes of keys and values; longer contexts are split by position
 UNIT = 32  # the positions of a part are a multiple of this: smaller parts repeat work on queries, larger parts are unequal

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from castiron.emitter.graph.types import F32, TensorType
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, largest_width, number
 from castiron.emitter.kernels.mlir.vector_math import inverse_rms, rms_normed
-from castiron.emitter.types import F32, TensorType
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from functools import cache
 
 import numpy as np
 
+from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.rows import Caches, Rows
 from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend, by_position
@@ -35,8 +36,7 @@ from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import PARTS, STACK_BYTES, Body, Index, Ssa, batches, largest_width
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import LOG2_E, exp2, outer, transpose
-from castiron.emitter.kv_cache import EXACT, Cache
-from castiron.emitter.types import F32, I32, TensorType
+from castiron.emitter.layers.kv_cache import EXACT, Cache
 
 KEYS = 48  # keys of a block; a multiple of every number in ROWS
 ROWS = (1, 2, 3, 4, 6, 8, 12)  # possible numbers of keys that are scored together

@@ -16,12 +16,12 @@ from functools import cache
 
 import numpy as np
 
+from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.emitter.kernels.attention.heads import HeadLayout, Span, prepare_head, prepared_heads
 from castiron.emitter.kernels.attention.rows import Caches, Rows
 from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import Body, Ssa, largest_width
 from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.emitter.types import F32, I32, TensorType
 
 ROWS = 4  # tokens of a workgroup
 

@@ -1,4 +1,4 @@
-"""Emit code that appends rows to a KV cache (`emitter.kv_cache`) and reads them as f32.
+"""Emit code that appends rows to a KV cache (`emitter.layers.kv_cache`) and reads them as f32.
 
 A row is the key or the value of one kv head at one position. In a q8_0 cache, a group of elements
 of a row shares a scale d:
@@ -13,10 +13,10 @@ iterate over positions in order, so results are bitwise the same for a ring buff
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from castiron.emitter.graph.types import TensorType
 from castiron.emitter.kernels.mlir.body import CACHE_LINE, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.vector_math import as_integers, low_bytes, numbers_of
-from castiron.emitter.kv_cache import EXACT, SCALE_BYTES, Cache
-from castiron.emitter.types import TensorType
+from castiron.emitter.layers.kv_cache import EXACT, SCALE_BYTES, Cache
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from castiron.emitter.graph.types import F32, TensorType
 from castiron.emitter.kernels.mlir.body import Body, Ssa, number
-from castiron.emitter.types import F32, TensorType
 
 NEVER = -1.0e30  # score of masked positions: below all others; finite, so that differences are not NaN
 

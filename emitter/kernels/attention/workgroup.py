@@ -31,7 +31,7 @@ from castiron.emitter.kernels.attention.scores import NEVER, Scores
 from castiron.emitter.kernels.mlir.body import CACHE_LINE, Body, Index, Ssa, batches, largest_width, vector_type
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import exp, lane_max, lane_sums, outer
-from castiron.emitter.kv_cache import Cache
+from castiron.emitter.layers.kv_cache import Cache
 
 TILE = 48  # positions of a tile, a multiple of every vector's width; speed differs by a few percent from 32 to 96
 SLACK = 30.0  # max difference of a score and its head's reference; e^30 is far from overflow

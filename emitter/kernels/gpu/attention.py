@@ -25,6 +25,7 @@ from functools import cache
 
 import numpy as np
 
+from castiron.emitter.graph.types import F32, TensorType
 from castiron.emitter.kernels.attention.decode import DecodeTokens
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
 from castiron.emitter.kernels.attention.rows import Caches
@@ -36,7 +37,6 @@ from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.kernels.gpu.heads import Head, Rows, prepare
 from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import Index, Ssa
-from castiron.emitter.types import F32, TensorType
 
 THREADS, LANES = 128, 4
 KEYS = THREADS // LANES

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from castiron.emitter.fixed_point import MAX_INTEGER, MIN_SCALED
+from castiron.emitter.codecs.fixed_point import MAX_INTEGER, MIN_SCALED
+from castiron.emitter.graph.types import EmitError
 from castiron.emitter.kernels.attention.rows import Caches
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.mlir.body import F32, I32, Index, Ssa
-from castiron.emitter.kv_cache import SCALE_BYTES
-from castiron.emitter.types import EmitError
+from castiron.emitter.layers.kv_cache import SCALE_BYTES
 
 
 @dataclass(frozen=True)

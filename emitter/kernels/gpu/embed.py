@@ -4,12 +4,12 @@ from functools import cache
 
 import numpy as np
 
+from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.kernels.gpu.words import UNIT, Units, layout_of, weight_values
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.body import Ssa
-from castiron.emitter.types import F32, I32, TensorType
 
 THREADS = 64
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter.ir import Op, Value
+from castiron.emitter.graph.ir import Op, Value
+from castiron.emitter.graph.types import I32, to_f32
 from castiron.emitter.kernels.gpu.activations import sigmoid
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.mlir.body import Index, Ssa, Type, memref_type
-from castiron.emitter.types import I32, to_f32
 
 # Functions of f32: MLIR and NumPy.
 _UNARY: dict[str, tuple[Callable[..., Ssa], Callable[..., np.ndarray]]] = {

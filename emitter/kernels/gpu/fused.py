@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter.ir import Value
+from castiron.emitter.graph.ir import Value
+from castiron.emitter.graph.types import TensorType
 from castiron.emitter.kernels.gpu.expression import Computed, ComputedRows, Expression, Finished, FinishedHead
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.kernels.mlir.body import Index, Ssa, memref_type
-from castiron.emitter.types import TensorType
 
 THREADS = 64
 

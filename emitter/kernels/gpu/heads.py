@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from castiron.emitter.graph.types import F32, TensorType
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.mlir.body import Index, Ssa
-from castiron.emitter.types import F32, TensorType
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from functools import cache
 
 import numpy as np
 
+from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.emitter.kernels.epilogue import ACTIVATIONS as REFERENCES
 from castiron.emitter.kernels.gpu.activations import ACTIVATIONS
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
@@ -29,7 +30,6 @@ from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import Index, Ssa
 from castiron.emitter.kernels.mlir.vector_math import rms_normed
-from castiron.emitter.types import F32, I32, TensorType
 
 THREADS = 64
 MAX_TOKENS = 8  # more tokens are multiplied in tiles (`gemm`)

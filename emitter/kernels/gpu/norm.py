@@ -11,12 +11,12 @@ from functools import cache
 
 import numpy as np
 
+from castiron.emitter.graph.types import F32, TensorType
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.mlir.body import Index, Ssa, number
 from castiron.emitter.kernels.mlir.vector_math import rms_normed
-from castiron.emitter.types import F32, TensorType
 
 THREADS = 128
 

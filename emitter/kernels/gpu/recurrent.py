@@ -7,7 +7,7 @@ other:
     selective scan       a workgroup: one head; a thread: rows of S [head_dim, n], in memory
     gated delta rule     a workgroup: one head; a thread: columns of S [k_dim, v_dim], in memory
 
-The formulas are in `emitter.recurrences`. The result is zero for padding, and for an idle sequence
+The formulas are in `emitter.layers.recurrences`. The result is zero for padding, and for an idle sequence
 of a batch, which has a negative position. Neither changes the state.
 """
 

@@ -19,11 +19,11 @@ from functools import cache
 
 import numpy as np
 
+from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.emitter.kernels.gpu.activations import sigmoid
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
 from castiron.emitter.kernels.mlir.body import Index, Ssa
-from castiron.emitter.types import F32, I32, TensorType
 
 THREADS = 128
 

@@ -21,8 +21,8 @@ from functools import cached_property
 
 import numpy as np
 
-from castiron.emitter.codec import Codec, Parts
 from castiron.emitter.codecs import codec_of, dequantise, numbers, rows_at_once
+from castiron.emitter.codecs.codec import Codec, Parts
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.mlir.body import F32, Index, Ssa
 

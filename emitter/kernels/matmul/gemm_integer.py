@@ -26,7 +26,7 @@ from itertools import count
 from math import lcm
 from typing import Self, TypeVar
 
-from castiron.emitter.fixed_point import GROUP
+from castiron.emitter.codecs.fixed_point import GROUP
 from castiron.emitter.kernels.matmul.gemm import MAX_TOKENS, Gemm
 from castiron.emitter.kernels.matmul.gemv_tiles import AHEAD_TOTAL
 from castiron.emitter.kernels.matmul.small_batch import PARTS

@@ -47,7 +47,7 @@ from dataclasses import dataclass
 from itertools import product as pairs_of
 from typing import Any, ClassVar, Self
 
-from castiron.emitter.codec import Codec
+from castiron.emitter.codecs.codec import Codec
 from castiron.emitter.kernels.matmul.gemm import Gemm
 from castiron.emitter.kernels.matmul.tiles import Buffers, PanelTiles, even_share, even_tokens, panel_columns, panel_workgroups
 from castiron.emitter.kernels.matmul_spec import Matmul

@@ -18,7 +18,7 @@ replaces up to four products in each lane. The sums are exact, as those of dot p
 from collections.abc import Mapping
 from functools import cached_property
 
-from castiron.emitter.codec import Codec
+from castiron.emitter.codecs.codec import Codec
 from castiron.emitter.kernels.matmul.prepared_x import QuantisedX
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import I32, Body, Index, Ssa, vector_type

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from castiron.emitter.fixed_point import MAX_INTEGER, MIN_SCALED
+from castiron.emitter.codecs.fixed_point import MAX_INTEGER, MIN_SCALED
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, largest_width
 
 LOG2_E = 1.44269504088896341

@@ -16,12 +16,12 @@ from functools import cache
 
 import numpy as np
 
+from castiron.emitter.graph.types import F32, TensorType
 from castiron.emitter.kernels.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import Body, Ssa, batches, largest_width
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens, zero_padding
-from castiron.emitter.types import F32, TensorType
 
 BLOCK = 512  # features of a workgroup
 

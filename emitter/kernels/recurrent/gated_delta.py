@@ -21,13 +21,13 @@ from math import prod
 
 import numpy as np
 
+from castiron.emitter.graph.types import F32, TensorType
 from castiron.emitter.kernels.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa, largest_width, number
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import exp, inverse_rms, rms_normed, square_sum, tree
 from castiron.emitter.kernels.recurrent.tokens import Columns, Share, Tokens, sigmoid, single_lane, softplus, zero_padding
-from castiron.emitter.types import F32, TensorType
 
 LENGTH_EPS = 1e-6  # added to the squared length of q and of k
 DECAY, BETA, OF_K, OF_Q = range(4)  # rows of `_Head.known`: decay, beta, 1 / |k|, 1 / (|q| sqrt(k_dim)) of each token

@@ -18,12 +18,12 @@ from math import prod
 
 import numpy as np
 
+from castiron.emitter.graph.types import F32, TensorType
 from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import Body, Ssa, largest_width
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import exp, lane_sums
 from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens, single_lane, softplus, zero_padding
-from castiron.emitter.types import F32, TensorType
 
 STEP, DECAY = range(2)
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.vector_math import exp
-from castiron.emitter.types import F32, I32, TensorType
 
 QUAD = 4  # lanes of the vectors in which scalars are computed
 

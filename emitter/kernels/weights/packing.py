@@ -38,9 +38,9 @@ from itertools import product
 
 import numpy as np
 
-from castiron.emitter.codec import Codec, Parts
 from castiron.emitter.codecs import codec_of, dequantise, in_features_of, row_bytes, values
-from castiron.emitter.scaled_codecs import signed, translated
+from castiron.emitter.codecs.codec import Codec, Parts
+from castiron.emitter.codecs.scaled import signed, translated
 
 LANES = 16
 _AT_ONCE_BYTES = 1 << 19  # bytes of rows packed at a time, so that intermediate arrays fit a CPU's caches

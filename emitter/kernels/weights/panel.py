@@ -8,8 +8,8 @@ panel of codes also has a scale and a minimum for each codec group (the elements
 a scale). A bf16 panel has the block layout of `mlir.matrix`.
 """
 
-from castiron.emitter.codec import Codec
 from castiron.emitter.codecs import codec_of
+from castiron.emitter.codecs.codec import Codec
 from castiron.emitter.kernels.mlir.bf16_pairs import pieces
 from castiron.emitter.kernels.mlir.body import CACHE_LINE, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa

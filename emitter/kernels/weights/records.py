@@ -11,7 +11,7 @@ from functools import reduce
 
 import numpy as np
 
-from castiron.emitter.codec import Codec
+from castiron.emitter.codecs.codec import Codec
 from castiron.emitter.kernels.mlir.bf16_pairs import cut
 from castiron.emitter.kernels.mlir.body import CACHE_LINE, Body, Index, Ssa
 from castiron.emitter.kernels.mlir.dot import dot_of

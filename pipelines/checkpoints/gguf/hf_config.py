@@ -5,7 +5,7 @@ An unknown key under the architecture's prefix is an error, because it may chang
 
 from collections.abc import Mapping
 
-from castiron.emitter.pooling import Dense, Pooling
+from castiron.emitter.layers.pooling import Dense, Pooling
 from castiron.emitter.shorten import shorten_list, shorten_text
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Encoding, reject_impossible_sizes
 from castiron.pipelines.checkpoints.gguf import config_rules

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from castiron.emitter.layers.pooling import Dense, Pooling
 from castiron.emitter.models import ENCODERS
-from castiron.emitter.pooling import Dense, Pooling
 from castiron.emitter.shorten import shorten, shorten_list, shorten_text
 from castiron.pipelines.checkpoints.checkpoint import EMBEDDINGS, HEAD, CheckpointError, Encoding, Tensor
 from castiron.pipelines.checkpoints.hf.read_files import json_object, json_value, read_safetensors

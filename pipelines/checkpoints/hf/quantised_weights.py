@@ -1,7 +1,7 @@
 """Read the quantised weights of HF directories, as their `quantization_config` describes them.
 
 Tensors such as `q_proj.qweight`, `q_proj.scales` and `q_proj.qzeros` become one tensor
-`q_proj.weight`, in a quantisation of `emitter.scaled_codecs` that has the same codes, scales and
+`q_proj.weight`, in a quantisation of `emitter.codecs.scaled` that has the same codes, scales and
 zero points.
 The bits of a code and the group size follow from the shapes of the tensors. A layer that has a
 plain `weight` instead of such tensors is not quantised.
@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from castiron.emitter.codecs import codec_of, with_scale
-from castiron.emitter.scaled_codecs import FP4, NF4, SCALE_TYPES, join, scaled_codec
+from castiron.emitter.codecs.scaled import FP4, NF4, SCALE_TYPES, join, scaled_codec
 from castiron.emitter.shorten import shorten_text
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor
 from castiron.pipelines.checkpoints.column_order import ORDER

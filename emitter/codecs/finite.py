@@ -5,8 +5,8 @@ For most formats, it is enough to check the scales of the blocks, without dequan
 
 import numpy as np
 
-from castiron.emitter.codec import Codec
 from castiron.emitter.codecs import codec_of, rows_at_once, values
+from castiron.emitter.codecs.codec import Codec
 
 # _EXPONENTS: the exponent bits, all set in infinities and NaN. _HALVES: byte offsets of the f16 numbers in a block, if
 # they are its only floats.

@@ -2,7 +2,7 @@
 
 Operations are appended to the function being built (`with module.function(...)`). Each operation
 records which layer of the model it belongs to, as a path such as `layers.3.self_attn`. The path is
-set with `scope`. `castiron.emitter.printer` turns the graph into text.
+set with `scope`. `castiron.emitter.graph.printer` turns the graph into text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from castiron.emitter.abi import Function, State
-from castiron.emitter.types import EmitError, TensorType
+from castiron.emitter.graph.types import EmitError, TensorType
 
 
 @dataclass(eq=False, slots=True)

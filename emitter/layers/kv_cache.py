@@ -22,8 +22,8 @@ from math import prod
 import numpy as np
 
 from castiron.emitter.abi import STORAGE, State, ring_rows
-from castiron.emitter.fixed_point import GROUP, quantise
-from castiron.emitter.types import DTYPES, I8, DType, EmitError, TensorType
+from castiron.emitter.codecs.fixed_point import GROUP, quantise
+from castiron.emitter.graph.types import DTYPES, I8, DType, EmitError, TensorType
 
 SCALE_BYTES = 4  # little-endian
 MIN_GROUP = 8  # with fewer elements per scale, q8_0 would take at least as much memory as f16

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from castiron.emitter.abi import ring_rows
-from castiron.emitter.ir import Op
-from castiron.emitter.kv_cache import CACHES
-from castiron.emitter.operations import STABLEHLO, Operation, number, quoted, shapes_of, types_of
-from castiron.emitter.step import Weight
-from castiron.emitter.types import F32, I32, TensorType
+from castiron.emitter.graph.ir import Op
+from castiron.emitter.graph.stablehlo import STABLEHLO, Operation, number, quoted, shapes_of, types_of
+from castiron.emitter.graph.types import F32, I32, TensorType
+from castiron.emitter.layers.kv_cache import CACHES
+from castiron.emitter.layers.step import Weight
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from castiron.emitter import ops
-from castiron.emitter.ir import Value, fail, scope
-from castiron.emitter.layer_operations import LAYERS
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Value, fail, scope
+from castiron.emitter.graph.stablehlo import build
+from castiron.emitter.graph.types import I32
 from castiron.emitter.layers import last_row
-from castiron.emitter.operations import build
-from castiron.emitter.step import Step
-from castiron.emitter.types import I32
+from castiron.emitter.layers.operations import LAYERS
+from castiron.emitter.layers.step import Step
 
 
 def causal_conv(step: Step, layer: int, x: Value, name: str, bias: bool) -> Value:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from castiron.emitter import ops
 from castiron.emitter.abi import State
-from castiron.emitter.ir import Value, scope
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Value, scope
+from castiron.emitter.graph.types import F32, EmitError
 from castiron.emitter.layers import activation, last_row, layer_norm, linear
-from castiron.emitter.recurrences import carry, recurrent
-from castiron.emitter.step import Step
-from castiron.emitter.types import F32, EmitError
+from castiron.emitter.layers.recurrences import carry, recurrent
+from castiron.emitter.layers.step import Step
 
 # The name of the state with the sum of a text's hidden states so far, if the text takes several calls.
 SUM = "sum"

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter.ir import Op, Value, append, current_path, fail
-from castiron.emitter.types import BF16, F32, I1, I32, DType, TensorType, to_f32
+from castiron.emitter.graph.ir import Op, Value, append, current_path, fail
+from castiron.emitter.graph.types import BF16, F32, I1, I32, DType, TensorType, to_f32
 
 FLOAT_UNARY = "negate", "exponential", "log_plus_one", "sqrt", "rsqrt", "tanh", "logistic", "abs", "round_nearest_even"
 ARITHMETIC = ("add", "subtract", "multiply", "divide", "maximum", "minimum")

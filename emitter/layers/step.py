@@ -11,10 +11,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from castiron.emitter import ops
 from castiron.emitter.abi import Function, State
-from castiron.emitter.ir import Graph, Module, Source, Value, append, current_path
-from castiron.emitter.types import DTYPES, F32, EmitError, TensorType
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Graph, Module, Source, Value, append, current_path
+from castiron.emitter.graph.types import DTYPES, F32, EmitError, TensorType
 
 
 @dataclass(frozen=True, eq=False)

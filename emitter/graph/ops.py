@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from castiron.emitter.ir import Value, append, fail
-from castiron.emitter.kernels.kernel import INDEX, Kernel
-from castiron.emitter.operations import ARITHMETIC, BITWISE, FLOAT_UNARY, LOWERED, build
-from castiron.emitter.types import F32, I1, I32, DType, TensorType, from_f32
+from castiron.emitter.graph.ir import Value, fail
+from castiron.emitter.graph.stablehlo import ARITHMETIC, BITWISE, FLOAT_UNARY, LOWERED, build
+from castiron.emitter.graph.types import F32, I1, I32, DType, TensorType, from_f32
 
 
 def _one(kind: str, operands: Sequence[Value], type_: TensorType, **attrs: Any) -> Value:
@@ -191,17 +190,3 @@ def argmax(x: Value) -> Value:
 def gather_rows(table: Value, ids: Value) -> Value:
     """Return the rows of `table` [N, width] at the indices `ids` i32 [T], as [T, width]."""
     return _one("gather", (table, ids), TensorType((*ids.shape, *table.shape[1:]), table.dtype))
-
-
-def kernel_call(kernel: Kernel, /, **operands: Value | int) -> dict[str, Value]:
-    """Append a call of `kernel` and return its results by name.
-
-    operands: by name, a Value for each tensor and an integer for each operand of type index.
-    """
-    tensors = {name: v for name, v in operands.items() if isinstance(v, Value)}
-    if {name: tensors[name].type if name in tensors else INDEX for name in operands} != kernel.operands:
-        expected = ", ".join(f"{name}: {t}" for name, t in kernel.operands.items())
-        raise fail(kernel.name, f"the operands do not match; the kernel takes {expected}", list(tensors.values()))
-    attrs = {"kernel": kernel, "indices": {name: operands[name] for name in kernel.indices}}
-    results = append("kernel", [tensors[name] for name in kernel.tensors], tuple(kernel.results.values()), attrs)
-    return dict(zip(kernel.results, results, strict=True))

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.emitter.codec import Codec, Parts
 from castiron.emitter.codecs import codec_of, dequantise, in_features_of, row_bytes
-from castiron.emitter.types import DTYPES, from_f32
+from castiron.emitter.codecs.codec import Codec, Parts
+from castiron.emitter.graph.types import DTYPES, from_f32
 
 _ELEMENTS_AT_ONCE = 1 << 16  # elements converted at a time: temporaries stay in a core's caches
 _MAX_THREADS = 16

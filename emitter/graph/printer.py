@@ -15,10 +15,9 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from castiron.emitter.ir import Graph, Module, Op, Param, Value
-from castiron.emitter.layer_operations import LAYERS
-from castiron.emitter.operations import LOWERED, Table, quoted
-from castiron.emitter.types import EmitError
+from castiron.emitter.graph.ir import Graph, Module, Op, Param, Value
+from castiron.emitter.graph.stablehlo import LOWERED, Table, quoted
+from castiron.emitter.graph.types import EmitError
 
 SCOPE = "model"
 
@@ -50,13 +49,12 @@ def _is_table(param: Param) -> bool:
     return not param.source.tensors
 
 
-def print_layers(module: Module) -> str:
-    """Return the MLIR text of a module that has layer operations, such as attention.
+def print_operations(module: Module, table: Table) -> str:
+    """Return the MLIR text of a module before lowering, such as with the table `layers.operations.LAYERS`.
 
-    Layer operations belong to no MLIR dialect, so MLIR's tools read the text only with
-    --allow-unregistered-dialect.
+    MLIR's tools read layer operations only with --allow-unregistered-dialect.
     """
-    lines = [line for f in module.functions.values() for line in _function(module, f, "parameters", LAYERS)]
+    lines = [line for f in module.functions.values() for line in _function(module, f, "parameters", table)]
     return "\n".join([f"module @{module.name} {{", *lines, "}", ""])
 
 

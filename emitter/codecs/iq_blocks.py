@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from castiron.emitter.codec import Parts
+from castiron.emitter.codecs.codec import Parts
 
 _LEVELS = {
     "iq1_s": (-1, 0, 1),

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.emitter import ops
 from castiron.emitter.abi import ROLES
-from castiron.emitter.ir import Value, current_path, fail, scope
-from castiron.emitter.layer_operations import LAYERS
-from castiron.emitter.operations import build
-from castiron.emitter.rotary import Rotary
-from castiron.emitter.step import Step, Weight
-from castiron.emitter.types import F32, I32, TensorType
+from castiron.emitter.graph import ops
+from castiron.emitter.graph.ir import Value, current_path, fail, scope
+from castiron.emitter.graph.stablehlo import build
+from castiron.emitter.graph.types import F32, I32, TensorType
+from castiron.emitter.layers.operations import LAYERS
+from castiron.emitter.layers.rotary import Rotary
+from castiron.emitter.layers.step import Step, Weight
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ the minimum of a group are computed, such that
 
     value = scale[group] * code + minimum[group]
 
-`CODECS` has the codecs of floats and of GGUF files, `scaled_codecs.SCALED` those of quantised HF
+`CODECS` has the codecs of floats and of GGUF files, `scaled.SCALED` those of quantised HF
 checkpoints. Block layouts: GGUF specification and ggml's `block_q*` structures (ggml-common.h).
 """
 
@@ -15,10 +15,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from castiron.emitter.codec import Codec, Parts
-from castiron.emitter.iq_blocks import SPLITTERS
-from castiron.emitter.scaled_codecs import E4M3, SCALED, signed, splitter, translated, unpack_fields
-from castiron.emitter.types import BF16, DTYPES, to_f32
+from castiron.emitter.codecs.codec import Codec, Parts
+from castiron.emitter.codecs.iq_blocks import SPLITTERS
+from castiron.emitter.codecs.scaled import E4M3, SCALED, signed, splitter, translated, unpack_fields
+from castiron.emitter.graph.types import BF16, DTYPES, to_f32
 
 _ROWS_AT_ONCE_BYTES = 1 << 19  # limit for temporary arrays, without the result
 

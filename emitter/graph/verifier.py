@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 
-from castiron.emitter.ir import Graph, Module, Op
-from castiron.emitter.operations import Table
-from castiron.emitter.types import DTYPES, EmitError, TensorType
+from castiron.emitter.graph.ir import Graph, Module, Op
+from castiron.emitter.graph.stablehlo import Table
+from castiron.emitter.graph.types import DTYPES, EmitError, TensorType
 
 
 def check(module: Module, table: Table) -> None:
     """Raise EmitError if a module is invalid; the message describes the first problem.
 
-    table: the allowed operations: `layer_operations.LAYERS` before lowering, and
-    `operations.LOWERED` after it.
+    table: the allowed operations: `layers.operations.LAYERS` before lowering, and
+    `stablehlo.LOWERED` after it.
     """
     if not module.functions:
         raise EmitError(f"module {module.name} has no function; add one")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from castiron.emitter.codec import Codec, Parts
+from castiron.emitter.codecs.codec import Codec, Parts
 
 _BLOCKS = (128, 64, 32)
 # By type of a scale: the NumPy type in which it is stored.

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from castiron.emitter.graph.types import EmitError, is_number, is_positive
 from castiron.emitter.shorten import shorten, shorten_list
-from castiron.emitter.types import EmitError, is_number, is_positive
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from castiron.emitter.fixed_point import GROUP, MAX_INTEGER
+from castiron.emitter.codecs.fixed_point import GROUP, MAX_INTEGER
 
 
 @dataclass(frozen=True)
