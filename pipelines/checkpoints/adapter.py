@@ -47,13 +47,10 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter, read from a folder that PEFT wrote.
+    """A LoRA adapter in a folder that PEFT wrote.
 
-    rank: the config's `r`.
-    pairs: {name of a weight: (B f32 [out, r], A f32 [r, in], scale)}; scale * B A is added to the
-        weight.
-    replaced: {name of a tensor: the adapter's tensor, which replaces that of the base model}.
-        Names in both are those of the model on which the adapter was trained.
+    pairs: B f32 [out, r], A f32 [r, in] and scale by weight; scale * B A is added to it.
+    replaced: tensors that replace those of the base, with the names of the trained model.
     text: the adapter's tokenizer and chat template, as far as it has them.
     """
 
@@ -65,7 +62,7 @@ class Adapter:
 
 
 def adapter_sha256(path: Path) -> str:
-    """Return the SHA-256 of an adapter in hex: one hash for its config and weights together."""
+    """Return one SHA-256 (hex) of an adapter's config and weights."""
     _check_directory(path)
     hashes = [bytes.fromhex(Part.of(path / name).sha256()) for name in (CONFIG, WEIGHTS)]
     return hashlib.sha256(b"".join(hashes)).hexdigest()
@@ -79,10 +76,7 @@ def _check_directory(path: Path) -> None:
 
 
 def open_adapter(path: Path) -> Adapter:
-    """Read the adapter in the directory `path`.
-
-    Raises CheckpointError for variants of LoRA that castiron does not support, such as DoRA.
-    """
+    """Read the adapter in a directory; CheckpointError for variants of LoRA such as DoRA."""
     _check_directory(path)
     config = _config(path)
     if not (path / WEIGHTS).exists():
@@ -111,11 +105,7 @@ def open_adapter(path: Path) -> Adapter:
 
 
 def merge(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
-    """Return the checkpoint with the adapter merged into it.
-
-    A merged weight is computed when it is read. Raises CheckpointError if the adapter does not fit
-    the checkpoint.
-    """
+    """Return the checkpoint with the adapter, which is merged into a weight when it is read."""
     tensors, model_type = dict(checkpoint.tensors), checkpoint.config["model_type"]
     changes = {name: _change(name, *pair, is_transposed(model_type, name)) for name, pair in adapter.pairs.items()}
     changes, other_changes = adapter_tensors(model_type, changes)

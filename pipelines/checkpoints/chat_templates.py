@@ -6,7 +6,7 @@ from typing import Any
 def join_templates(default: Any, tool_use: Any) -> str | None:
     """Return one template that renders `tool_use` for requests with tools, otherwise `default`.
 
-    Values that are not strings count as missing; the result is None if both are missing.
+    What is not a string is missing; the result is None without both.
     """
     if not isinstance(tool_use, str) or tool_use == default:
         return default if isinstance(default, str) else None

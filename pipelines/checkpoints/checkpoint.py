@@ -1,7 +1,4 @@
-"""The class `Checkpoint`, a model read from a GGUF file or an HF directory, and checks of it.
-
-The codec of a tensor is its element type or quantisation, such as bf16 or q4_k.
-"""
+"""The class `Checkpoint`, a model in a GGUF file or an HF directory, and checks of it."""
 
 from __future__ import annotations
 
@@ -59,11 +56,8 @@ _child = ChildProcess(seconds=10, max_bytes=2 << 30)
 class Tensor:
     """A tensor in a file, whose data is read when it is needed.
 
-    name: HF's name, such as "model.norm.weight", also if a GGUF file is read as a checkpoint.
+    name: HF's name, also for a tensor of a GGUF checkpoint. source: its name in the file.
     shape: (out, in) for a linear layer.
-    codec: element type or quantisation, such as "f16" or "q4_k".
-    source: the tensor's name in the file.
-    read: returns the stored bytes, u8 [*shape[:-1], bytes of a row].
     """
 
     name: str
@@ -79,30 +73,22 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the stored data in bytes.
-
-        Raises ValueError if the length of a row is not a multiple of the quantisation's block size.
-        """
+        """Return the size of the stored data; ValueError if blocks do not divide a row."""
         return math.prod(self.shape[:-1]) * row_bytes(self.codec, self.shape[-1])
 
     def dequantise(self) -> np.ndarray:
-        """Return the dequantised values, f32 [*shape]."""
+        """Return the values, f32 [*shape]."""
         return dequantise(self.codec, self.data)
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """What an embedding model or reranker has besides the transformer: pooling, prompts, layers.
+    """What an embedding model or reranker has besides the transformer.
 
-    prompts: {name of a prompt: text to put before an input}.
-    default_prompt: name of the prompt to use by default.
-    max_tokens: max tokens of a text; None if only the context length limits it.
-    lower_case: whether texts are converted to lower case before tokenization.
-    tensors: weights of the layers after pooling, by name.
-    relevance: for a reranker, the function that converts a logit to a score: "sigmoid" or
-        "identity".
-    types: for a reranker, whether tokens of the second text (the document) have token type id 1, as
-        in BERT.
+    prompts: texts to put before an input, by name; default_prompt: name of one of them.
+    max_tokens: None if only the context limits a text.
+    relevance: for a reranker, what converts a logit to a score: "sigmoid" or "identity".
+    types: whether the second text of a pair has token type id 1, as in BERT.
     """
 
     pooling: Pooling
@@ -117,19 +103,14 @@ class Encoding:
 
 @dataclass
 class Checkpoint:
-    """A model's config, tensors and tokenizer. Tensors and config keys have HF's names.
+    """A model's config, tensors and tokenizer, with HF's names.
 
     format: "gguf" or "hf".
-    config, tokenizer, generation_config: the contents of config.json, tokenizer.json and
-        generation_config.json.
-    special_tokens: texts of the special tokens that a chat template may use, by name, such as
-        "bos_token"; None if only `bos_token_id` and `eos_token_ids` are known.
-    fim_token_ids: ids of the fill-in-the-middle tokens in a GGUF file, by role, such as "suf".
-    left_out: {prefix of tensor names, such as "model.visual": number of tensors}, for tensors in
-        the file that castiron does not use.
-    quantization_config: the one in config.json, if the weights are quantised.
-    column_orders: {name of a weight: name of the tensor with the order of its columns}, for weights
-        whose columns are stored in another order, as by GPTQ's act-order.
+    config, tokenizer, generation_config: the contents of HF's JSON files.
+    special_tokens: texts for a chat template, by name ("bos_token"); None if only ids are known.
+    fim_token_ids: of a GGUF file, by role, such as "suf".
+    left_out: numbers of tensors that castiron does not use, by prefix.
+    column_orders: names of weights to names of their orders (`column_order`).
     """
 
     path: Path
@@ -160,29 +141,19 @@ def map_file(path: Path) -> memoryview:
 
 
 def without(keys: Mapping, ignored: Sequence[str], where: Path) -> dict:
-    """Return the config or metadata `keys` without those that the option --ignore-key names.
-
-    ignored: the keys to leave out. Raises CheckpointError if one of them does not exist.
-    where: the file, for the error message.
-    """
+    """Return a config or metadata without the keys of --ignore-key; each must be in it."""
     if absent := [key for key in ignored if key not in keys]:
         raise CheckpointError(f"{where} has no key {shorten(absent[0])}; remove --ignore-key for this key")
     return {key: value for key, value in keys.items() if key not in ignored}
 
 
 def is_ignorable(name: str) -> bool:
-    """Return whether the tensor `name` is a buffer that castiron computes from the config."""
+    """Return whether a tensor is a buffer that castiron computes from the config."""
     return _IGNORABLE.fullmatch(name) is not None
 
 
 def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError if a size in the config is larger than the tensors allow.
-
-    For example, a damaged config may have more layers than the file has tensors for. Building such
-    a model could exhaust the memory.
-    path: the file, for the error message.
-    shapes: shape of each tensor, by name.
-    """
+    """Raise CheckpointError if a size in the config exceeds what the tensors' `shapes` allow."""
     numbers = [[part for part in name.split(".") if part.isdecimal()] for name in shapes]
     # Experts are tensors such as model.layers.3.mlp.experts.7.up_proj.weight, or one tensor [experts, out, in].
     layers = len({found[0] for found in numbers if found})
@@ -201,10 +172,7 @@ def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tu
 
 
 def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Tensor]:
-    """Return the tensors without the K and V weights that Gemma 4 stores but does not use.
-
-    The last `num_kv_shared_layers` layers use the K and V of an earlier layer.
-    """
+    """Return the tensors without the K and V that Gemma 4's last layers share with earlier ones."""
     layers, shared = config.get("num_hidden_layers"), config.get("num_kv_shared_layers")
     if config.get("model_type") != "gemma4_text" or not isinstance(layers, int) or not isinstance(shared, int):
         return tensors
@@ -214,10 +182,7 @@ def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Ten
 
 
 def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint) -> list[str]:
-    """Return an error message for each tensor that is missing, has a wrong shape, or is not needed.
-
-    required: shape of each tensor that the model needs, by name.
-    """
+    """Return an error for each tensor that is missing, not needed, or of another shape."""
     tensors, problems = checkpoint.tensors, []
     for name, shape in required.items():
         if name not in tensors:
@@ -241,10 +206,7 @@ def missing_and_left_over(required: Mapping[str, tuple[int, ...]], checkpoint: C
 
 
 def validate(checkpoint: Checkpoint, vocab: int) -> None:
-    """Raise CheckpointError for a special token outside the vocabulary, or a non-finite weight.
-
-    vocab: number of tokens in the vocabulary.
-    """
+    """Raise CheckpointError for a special token outside the vocabulary, or a non-finite weight."""
     tokens = [("bos_token_id", checkpoint.bos_token_id), *(("eos_token_id", eos) for eos in checkpoint.eos_token_ids)]
     tokens += [(f"fim_{role}_token_id", token) for role, token in checkpoint.fim_token_ids.items()]
     for key, token in tokens:
@@ -256,10 +218,7 @@ def validate(checkpoint: Checkpoint, vocab: int) -> None:
 
 
 def check_tokenizer(checkpoint: Checkpoint, vocab: int) -> bytes | None:
-    """Return the checkpoint's tokenizer.json as bytes; None if it has no tokenizer.
-
-    Raises CheckpointError if the tokenizer is invalid, or has token ids that are not below `vocab`.
-    """
+    """Return tokenizer.json as bytes, or None; CheckpointError for one with ids from `vocab` on."""
     return None if checkpoint.tokenizer is None else _check_tokenizer(checkpoint.tokenizer, checkpoint.path, vocab)
 
 
@@ -273,10 +232,7 @@ def check_finite(checkpoint: Checkpoint) -> None:
 
 
 def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:
-    """Return a tokenizer, without truncation or padding, from the content of a tokenizer.json.
-
-    path: the file, for the error message.
-    """
+    """Return a tokenizer without truncation and padding; `path` is for errors."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_buffer(_check_tokenizer(content, path))
@@ -305,12 +261,7 @@ def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None
 
 
 def largest_id(content: str) -> int:
-    """Encode a fixed text with a tokenizer, and return the largest token id of the result.
-
-    content: text of a tokenizer.json.
-    Returns -1 if the tokenizer cannot encode the text. Raises PipelineError if `content` is
-    invalid.
-    """
+    """Return the largest id of `SAMPLE`, encoded by a tokenizer.json; -1 if it cannot encode it."""
     from tokenizers import Tokenizer
 
     try:

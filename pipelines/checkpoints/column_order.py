@@ -1,4 +1,10 @@
-"""The orders in which weights store their columns."""
+"""Weights whose columns are stored in another order than the features that they multiply.
+
+GPTQ's act-order (desc_act) quantises columns of similar importance in one group. llama.cpp's
+converter reorders the value heads of Qwen 3.5, and a block may span two of them. In both cases
+`x.weight` stays as it is stored, and the tensor `x.column_order`, f32 [in], has for each column the
+feature that it multiplies. The compiled model permutes its activations.
+"""
 
 from collections.abc import Mapping
 
@@ -9,13 +15,7 @@ ORDER = "column_order"
 
 
 def column_orders(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Find the column permutations of weights, and drop duplicates of the same permutation.
-
-    The permutation of a weight `*.weight` is the tensor `*.column_order`.
-
-    Returns the tensors without the duplicates, and {name of a weight: name of the tensor with its
-    permutation}.
-    """
+    """Return the tensors without repeated orders, and {name of a weight: name of its order}."""
     found, orders, names = dict(tensors), dict[str, str](), dict[bytes, str]()
     for name, tensor in tensors.items():
         if name.endswith(f".{ORDER}"):

@@ -1,8 +1,4 @@
-"""Download the files of a model from Hugging Face Hub.
-
-The files are stored in huggingface_hub's cache (`models--org--name`). The parameter `progress`
-is called with (name of a stage, fraction done).
-"""
+"""Download the files of a model from Hugging Face Hub to huggingface_hub's cache."""
 
 from __future__ import annotations
 
@@ -37,25 +33,18 @@ Progress = Callable[[str, float], None]
 
 
 class Unreachable(CheckpointError):
-    """Raised if the hub cannot be used, for example offline; the caller then tries the cache."""
+    """The hub cannot be used, for example offline; the caller then tries the cache."""
 
 
 class HubFile(NamedTuple):
-    """Size and hash of a file in a repository on the hub.
-
-    size: bytes. sha256: hash in hex; None for small files, for which the hub has none.
-    """
+    """Size in bytes and SHA-256 of a file on the hub, which has no hash for small files."""
 
     size: int
     sha256: str | None
 
 
 def fetch(name: HubName, progress: Progress | None = None) -> Path:
-    """Return the path of a model on this machine, after downloading missing files from the hub.
-
-    The path is a directory with HF's files, or a GGUF file. If the hub cannot be used, files in the
-    cache are used.
-    """
+    """Return the path of an HF directory or GGUF file, downloaded if the hub can be used."""
     try:
         return _fetch(name, progress or (lambda stage, done: None))
     except Unreachable as error:
@@ -69,10 +58,7 @@ def fetch(name: HubName, progress: Progress | None = None) -> Path:
 
 
 def cached(name: HubName) -> Path | None:
-    """Return the path of a cached model: a directory with HF's files, or a GGUF file.
-
-    The result is None if a file is missing in the cache.
-    """
+    """Return the path of a cached model; None if a file is missing in the cache."""
     folder = folder_of(name.repository)
     try:
         commit = (folder / "refs" / name.revision).read_text(errors="replace").strip() or name.revision
@@ -89,13 +75,9 @@ def cached(name: HubName) -> Path | None:
 
 
 def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | None:
-    """Return the path of the GGUF file that `name` selects; None if the model is in safetensors.
+    """Return the GGUF file that `name` selects, by its path; None if the model is in safetensors.
 
-    name: name of a repository, which may include the wanted file or quantisation.
-    sizes: {path of a file in the repository: bytes}.
-    repository: name of the repository in error messages.
-
-    Raises CheckpointError if no file or several files match.
+    sizes: bytes of each file in the repository. repository: its name for errors.
     """
     files = {file: size for file, size in sizes.items() if file.endswith(".gguf") and not _NOT_A_MODEL.search(file)}
     # A model in parts is its first part, with the size of all.
@@ -126,10 +108,7 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
 
 
 def _matches(file: str, wanted: str) -> bool:
-    """Return whether a GGUF file is the one that the user wants.
-
-    wanted: path of a file, its name without folders, or the end of its name, such as Q4_K_M.
-    """
+    """Return whether `wanted` is a file's path, name, or end of its name, such as Q4_K_M."""
     if wanted.endswith(".gguf"):
         return wanted in (file, PurePosixPath(file).name)
     stem = PurePosixPath(GGUF_PART.sub(".gguf", file)).stem.lower()

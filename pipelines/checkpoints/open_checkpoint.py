@@ -1,7 +1,4 @@
-"""Open a checkpoint by path, catalogue name or hub name.
-
-The parameter `progress` is called with (name of a stage, fraction done).
-"""
+"""Open a checkpoint by path, catalogue name or hub name."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -20,20 +17,13 @@ from castiron.vmfb.bundle.archive import Part
 def open_checkpoint(
     model: str | Path, progress: Callable[[str, float], None] | None = None, ignore_keys: Sequence[str] = ()
 ) -> Checkpoint:
-    """Open the checkpoint at a path or with a model's name; download it if necessary.
-
-    progress: called with (name of a stage, fraction done). ignore_keys: keys of the config (or of
-    the GGUF metadata) to leave out.
-    """
+    """Open a checkpoint, downloaded if necessary; leave out some keys of config or metadata."""
     path = find_checkpoint(model, progress)
     return open_hf_directory(path, ignore_keys) if path.is_dir() else open_gguf(path, ignore_keys)
 
 
 def find_checkpoint(model: str | Path, progress: Callable[[str, float], None] | None = None) -> Path:
-    """Return the path of a checkpoint; a model given by name is downloaded if necessary.
-
-    progress: called with (name of a stage, fraction done).
-    """
+    """Return the path of a checkpoint; a model given by name is downloaded if necessary."""
     path = Path(model)
     # A pipe is neither a file nor a directory; opening it could block.
     if path.is_file() or path.is_dir():

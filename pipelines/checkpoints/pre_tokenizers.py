@@ -114,12 +114,10 @@ def _words(*regexes: str, digits: bool = False) -> tuple[dict, ...]:
 class PreTokenizer:
     """The steps before BPE, which normalise text and split it into words.
 
-    steps: pre-tokenizers in the format of tokenizer.json.
-    ignore_merges: whether a word in the vocabulary becomes one token, even if no merges give it.
-    nfc: whether text is first normalised to Unicode NFC.
-    adds_bos: whether to add BOS if the GGUF file does not have the key add_bos_token.
-    is_raw: whether tokens are plain text as in SentencePiece, with U+2581 for spaces and byte
-        tokens such as <0xE4>, instead of GPT-2's characters for bytes.
+    ignore_merges: whether a word in the vocabulary is one token, even if no merges give it.
+    adds_bos: whether BOS is added if the file lacks add_bos_token.
+    is_raw: whether tokens are plain text with U+2581 for spaces, as in SentencePiece, not GPT-2's
+        characters for bytes.
     """
 
     steps: tuple[dict, ...] = _words()

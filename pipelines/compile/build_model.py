@@ -26,21 +26,17 @@ ENCODE_WIDTHS, SINGLE_CALL_WIDTHS = (32, 128), (32, 128, 512, 2048)
 
 
 def open_source(model: str | Path, options: Options, progress: Progress | None = None) -> Checkpoint:
-    """Open a checkpoint to compile; merge the adapter `options.adapter` into its weights.
-
-    The keys `options.ignore_keys` of the checkpoint's config or GGUF metadata are ignored.
-    """
+    """Open a checkpoint to compile; merge the adapter `options.adapter` into its weights."""
     checkpoint = open_checkpoint(model, progress, options.ignore_keys)
     return merge(checkpoint, open_adapter(Path(options.adapter))) if options.adapter else checkpoint
 
 
 @dataclass(frozen=True)
 class EncoderSizes:
-    """The sizes, in tokens, of the functions that encode texts for embedding or reranking.
+    """Sizes, in tokens, of the functions that encode texts for embedding or reranking.
 
-    context: positions in the KV cache. widths: tokens per call of each encode function. max_tokens:
-    max length of a text. single_call: whether each text is encoded in one call, because attention
-    is bidirectional.
+    context: positions of the KV cache. max_tokens: of a text.
+    single_call: whether a text is encoded in one call, because attention is bidirectional.
     """
 
     context: int
@@ -94,11 +90,7 @@ def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
 def build_module(
     checkpoint: Checkpoint, options: Options, target: Target | None = None, tuned: TileFields = MappingProxyType({})
 ) -> Module:
-    """Return a checkpoint's model as a module that is lowered for `target`.
-
-    target: by default the target of `options`. tuned: {name of a matmul: tile sizes to use instead
-    of the default ones}.
-    """
+    """Return the model lowered for `target`, by default that of the options, with `tuned` tiles."""
     # A GPU has no instruction set of castiron's kernels, and its lowering reads none.
     isa, threads = (target or resolve(options.target)).isa or "avx2", options.threads_or_cores
     tiles = lambda matmul: tiles_for(matmul, tuned, ISAS[isa], threads)

@@ -40,11 +40,7 @@ def manifest_of(
 ) -> Manifest:
     """Return the manifest of a new bundle, except `files` and `accuracy`, which are added later.
 
-    model: the model's name or path, as the user gave it.
-    sha256: the hash of `checkpoint`.
-    module: the lowered model.
-    tiles: {name of a matmul: its tile sizes}, for matmuls that do not use the default ones.
-    compile_info: values for the manifest's `compile`, such as the compiler's flags.
+    model: as the user gave it. sha256: of the checkpoint. compile_info: for the field `compile`.
     """
     first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes(checkpoint, options)
     context = sizes.context if sizes else context_of(config, options)
@@ -144,14 +140,7 @@ def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
 
 
 def work_of(function: Graph, context: int) -> dict[str, dict]:
-    """Return {name of a kernel: its FLOP, memory traffic and number of calls} for a model function.
-
-    The values are the fields of `manifest.KernelWork`:
-    flops, bytes: amounts of one call, as [at position 0, increase per position, at the last
-        position of `context`].
-    calls: number of calls of the kernel in one call of the function.
-    paths: the layers that the kernel computes, with `*` for the layer number, as in "layers.*.mlp".
-    """
+    """Return the fields of `manifest.KernelWork` for each kernel of a function, by its name."""
     found: dict[str, dict] = {}
     weights = {value for op in function.ops if op.kind == "parameter" for value in op.results}
     for op in function.ops:

@@ -1,10 +1,8 @@
 """Measure the importance of each column of a weight on a text (llama.cpp's importance matrix).
 
-A matmul multiplies the quantisation error of a column by the column's input. So an error matters
-more in a column with large inputs. To measure the inputs, the unquantised model reads the text, and
-each matmul gets an extra output: for each column, the sum of the squared inputs over all tokens.
-For an expert's weights, only the tokens that are routed to this expert count. The parameter
-`progress` is called with (name of a stage, fraction done).
+A matmul multiplies the quantisation error of a column by the column's input. To measure inputs, the
+unquantised model reads the text, and each matmul gets an extra output: for each column, the sum of
+the squared inputs over all tokens, or over those that are routed to an expert.
 """
 
 from __future__ import annotations
@@ -54,12 +52,7 @@ def text_sha256(text: str | Path) -> str:
 
 
 def calibrate(checkpoint: Checkpoint, options: Options, progress: Progress) -> Importance:
-    """Return the importance of each weight's columns, measured on the text `options.calibrate`.
-
-    The result maps a weight's name to f32 [in]. The importance of a column is the mean square of
-    its input, divided by the average over all columns. The result is cached on disk. It is empty if
-    `options.calibrate` is not set.
-    """
+    """Return the importance on the text `options.calibrate`, cached on disk; empty without one."""
     text = options.calibrate
     if not text:
         return UNIFORM
@@ -83,10 +76,7 @@ def calibrate(checkpoint: Checkpoint, options: Options, progress: Progress) -> I
 
 
 def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
-    """Split a text's tokens into up to MAX_CHUNKS sequences of CHUNK tokens.
-
-    A text shorter than CHUNK tokens gives one shorter sequence.
-    """
+    """Split a text's tokens into up to MAX_CHUNKS sequences of CHUNK tokens, or one shorter one."""
     if checkpoint.tokenizer is None:
         raise PipelineError(f"{checkpoint.path} has no tokenizer to calibrate with; leave --calibrate out")
     tokens = encode_text(
@@ -99,10 +89,7 @@ def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
 
 
 def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progress) -> dict[str, np.ndarray]:
-    """Return {name of a weight: importance of its columns, f32 [in]}, measured on token sequences.
-
-    chunks: the sequences, which have equal lengths.
-    """
+    """Return columns' mean square inputs, divided by their average; `chunks` have equal lengths."""
     model = build_model(checkpoint, Options(context=len(chunks[0]), prefill=(), batch=(), speculate=(), embed=(WIDTH,)))
     function = model.functions.pop(f"embed_{WIDTH}")
     model.functions.clear()
@@ -132,7 +119,7 @@ def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progr
 def sum_squared_inputs(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:
     """Add outputs to `function`: for each input x of a matmul, the sum of x² over tokens, f32 [in].
 
-    Returns, for each new output, the names of the weights that are multiplied by x.
+    Returns for each the names of the weights that are multiplied by x.
     """
     weights = {op.results[0]: op.attrs["weight"] for op in function.ops if op.kind == "weight"}
     # Gate and up projections of experts read the operation's x. The input of the down projection
@@ -154,14 +141,9 @@ def sum_squared_inputs(model: ModelModule, function: Graph) -> list[tuple[str, .
 
 
 def sum_squared_expert_inputs(module: Module, function: Graph, known: Set[str]) -> list[tuple[tuple[str, ...], ...]]:
-    """Add outputs to a lowered function: for each input x of the experts' matmuls, sums of x².
+    """Add outputs to a lowered function: sums of x² for inputs x of experts, f32 [experts, in].
 
-    An output is f32 [experts, in]: for each expert, the sum over the tokens that are routed to it.
-    module: the module that contains `function`.
-    known: names of weights for whose inputs such sums exist already; they are skipped.
-
-    Returns a tuple for each new output. The tuple has an item (name of the weight,) for each
-    expert.
+    known: weights that have such sums. Returns for each output an item (weight,) per expert.
     """
     made = {result: op for op in function.ops for result in op.results}
     names, sums = [], []

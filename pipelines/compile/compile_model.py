@@ -68,11 +68,7 @@ LAYERS, TEXT, COMMANDS = "layers.mlir", "module.mlir", "commands.sh"
 
 @dataclass(frozen=True)
 class CompileReport:
-    """The path and the manifest of a bundle, and how `compile_model` made it.
-
-    up_to_date: whether the bundle existed already and was not compiled again. seconds: time taken
-    by each stage, by name.
-    """
+    """How `compile_model` made a bundle; seconds: by stage; up_to_date: nothing was compiled."""
 
     bundle: Path
     up_to_date: bool
@@ -91,23 +87,16 @@ def compile_model(
     packed: Bundle | None = None,
     announce: Callable[[], None] = lambda: None,
 ) -> CompileReport:
-    """Compile a model into the bundle directory `out`.
+    """Compile a model into the bundle directory `out`, unless it is up to date and `keep` is None.
 
-    If `out` is an up-to-date bundle of the same inputs and `keep` is None, nothing is compiled.
     Without an installed compiler, the version that made the bundle counts as the same input. After
     an error, no new files are left.
 
-    Args:
-        model: GGUF file, HF directory, catalogue name, or org/name on the hub; named models are
-            downloaded.
-        progress: called with (name of a stage, fraction done).
-        tiles: {name of a matmul: tile sizes}, instead of the results of `castiron tune`.
-        keep: folder to which the generated MLIR and a script that compiles it are written.
-        evaluate: measures the accuracy of the new bundle; called only if the option `numerics` is
-            "fast" and this machine can run the bundle.
-        packed: another bundle. If it has the same weights, the new bundle shares its weights file
-            by a hard link.
-        announce: called before the compilation starts, unless nothing is compiled.
+    tiles: by name of a matmul, instead of the results of `castiron tune`.
+    keep: folder for the generated MLIR and a script that compiles it.
+    evaluate: measures the accuracy of a bundle with numerics "fast" that this machine can run.
+    packed: another bundle, with which equal weights are shared by a hard link.
+    announce: called before the compilation starts.
     """
     report = progress or (lambda stage, done: None)
     seconds: dict[str, float] = {}
@@ -214,11 +203,7 @@ def compile_model(
 
 @contextmanager
 def _in_threads(works: Sequence[Callable[[], Any]], cancelled: threading.Event) -> Iterator[list[Future]]:
-    """Run the functions in `works` in threads during a `with` block; yield their futures.
-
-    If a function or the `with` block fails, the event `cancelled` is set. The functions should then
-    stop.
-    """
+    """Run functions in threads during a `with` block; set `cancelled` if one or the block fails."""
     with ThreadPoolExecutor(len(works)) as pool:
         futures = [pool.submit(work) for work in works]
         for future in futures:
@@ -235,10 +220,7 @@ def _in_threads(works: Sequence[Callable[[], Any]], cancelled: threading.Event) 
 
 
 def module_texts(module: Module) -> dict[str, str]:
-    """Return {file name: MLIR text} of a bundle's modules; the first file is `model.vmfb`.
-
-    module: the complete lowered model, whose functions are divided among the files.
-    """
+    """Return the MLIR text of a bundle's modules by file name; the first is `model.vmfb`."""
     by_file: dict[str, list[str]] = {}
     for function in module.functions.values():
         assert function.entry is not None, "a model's function has a role"
@@ -260,11 +242,7 @@ def _weights_key(path: Path, options: Options, target: Target, module: Module, c
 
 
 def _key(path: Path, options: Options, target: Target, compiler: str) -> str:
-    """Return a hash of everything that determines a bundle, except the tile sizes of its matmuls.
-
-    This includes the checkpoint at `path`, the options and castiron's version. If neither this hash
-    nor the tile sizes have changed, the bundle need not be compiled again.
-    """
+    """Return a hash of everything that determines a bundle, except the tiles of its matmuls."""
     path = path.resolve()
     # Chat templates for tools, and the layers after an encoder's pooling, are in separate folders.
     inner = "*/*" if (path / MODULES).exists() else "additional_chat_templates/*"

@@ -61,26 +61,13 @@ NAMES = ("weights", "numerics", "cache", "lowering")
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `castiron compile`; raises EmitError for invalid values.
+    """The options of `castiron compile`; EmitError for invalid values.
 
     context: default max tokens of a sequence; None: the model's limit, at most 8192.
-    max_context: largest context with which the bundle can be opened; None: the model's limit, at
-        most 131,072.
-    weights: a value of WEIGHTS: "native" (as in the checkpoint), a float or a quantised type.
-    requantise: whether quantised matrices are quantised again, to a smaller type.
-    adapter: PEFT directory, merged before the weights are converted.
-    calibrate: text file on which the importance of each weight's columns is measured.
-    numerics: a value of NUMERICS; "exact" computes with f32 activations.
-    cache: element type of KV caches; recurrent states are f32.
-    lowering: a value of LOWERINGS; empty: kernels for the target's CPU or GPU.
-    target: a name that `vmfb.targets.resolve` knows; "host" is this machine's CPU.
-    prefill: tokens per call of the functions that read prompts, one function for each size.
-    batch: sequences per call of the functions that decode several sequences.
-    speculate: tokens per call of the functions that verify proposed tokens.
-    embed: tokens per call of the functions that return hidden states.
-    threads: number of threads among which kernels divide their work; None: one per core.
-    tuned: whether to use tile sizes that `castiron tune` found, for the target "host".
-    ignore_keys: keys of the config, or of the GGUF metadata, to leave out.
+    max_context: largest context with which the bundle can be opened; None: see `max_context_of`.
+    lowering: empty: kernels for the target's CPU or GPU. target: of `vmfb.targets.resolve`.
+    prefill, embed, speculate: tokens per call of functions; batch: sequences per call.
+    threads: among which kernels divide their work; None: one per core.
     iree_flags: flags for iree-compile after castiron's own.
     """
 
@@ -142,7 +129,7 @@ class Options:
             )
 
     def for_one_sequence(self) -> Options:
-        """Return a copy of these options with only the functions for one prompt at a time."""
+        """Return a copy with only the functions for one prompt at a time."""
         return replace(self, prefill=self.prefill[1:2] or self.prefill, batch=(), speculate=())
 
     @classmethod
@@ -161,24 +148,14 @@ class Options:
 
 
 def context_of(config: dict, options: Options) -> int:
-    """Return the bundle's default context, the max tokens of a sequence.
-
-    This is `options.context` if it is set. Otherwise it is the model's limit, but at most 8192 and
-    at most `options.max_context`. config: the model's HF config.
-    """
+    """Return the bundle's default context in tokens."""
     if options.context is not None:
         return options.context
     return min(read_config(config).max_positions, DEFAULT_CONTEXT, options.max_context or DEFAULT_CONTEXT)
 
 
 def max_context_of(config: dict, options: Options) -> int:
-    """Return the largest context, in tokens, with which the bundle can be opened.
-
-    This is `options.max_context` if it is set. Otherwise, it depends on the lowering:
-    portable lowering, and GPUs: the bundle's default context.
-    kernels for CPUs: the model's limit, but at most 131,072, or the default context if it is
-        larger.
-    """
+    """Return the largest context, in tokens, with which the bundle can be opened."""
     if options.max_context is not None:
         return options.max_context
     context = context_of(config, options)

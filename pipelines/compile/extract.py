@@ -21,11 +21,7 @@ def extract_function(module: Module, name: str) -> Module:
 
 
 def extract_layer(module: Module, layer: int) -> Module:
-    """Return a module whose functions have only the operations of one layer.
-
-    Values from outside the layer become arguments. Values that are used after the layer become
-    results.
-    """
+    """Return a module with one layer's operations, and values from and to others as arguments."""
     layers = {layer_of(op) for function in module.functions.values() for op in function.ops} - {None}
     if layer not in layers:
         raise PipelineError(f"the model has no layer {layer}; --layer takes 0 to {len(layers) - 1}")
@@ -37,7 +33,7 @@ def extract_layer(module: Module, layer: int) -> Module:
 
 
 def layer_of(op: Op) -> int | None:
-    """Return the index of an operation's layer; None for an operation outside the layers."""
+    """Return the index of an operation's layer; None outside the layers."""
     found = LAYER.search(op.path)
     return int(found[1]) if found else None
 
@@ -65,11 +61,7 @@ def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None
 
 
 def _names(function: Graph) -> dict[Value, str]:
-    """Return names for the values that enter or leave a layer.
-
-    These are the inputs of `function`, and results of operations that are used outside their layer.
-    In a module of a single layer, they are arguments or results with these names.
-    """
+    """Return names for a function's inputs and the results that are used outside their layer."""
     readers: dict[Value, set[int | None]] = {value: {None} for value in function.outputs}
     for op in function.ops:
         for value in op.operands:
@@ -91,10 +83,7 @@ def _names(function: Graph) -> dict[Value, str]:
 
 
 def _updated(op: Op, result: int) -> Value | None:
-    """Return the operand whose buffer `op` overwrites with one of its results, or None.
-
-    result: index of the result.
-    """
+    """Return the operand whose buffer `op` overwrites with a result, or None."""
     if op.kind == "kernel":
         kernel = op.attrs["kernel"]
         operand = kernel.in_place.get(list(kernel.results)[result])

@@ -1,7 +1,6 @@
 """Compute the known answer of a GPU bundle: results with which a GPU's results are compared.
 
-For each codec (element type or quantisation) of the weights, there is the result of a small matmul.
-There are also some logits of decode steps, computed on this machine's CPU.
+They are a small matmul for each codec of the weights, and logits of decode steps on the CPU.
 """
 
 from __future__ import annotations
@@ -42,12 +41,10 @@ SCOPE = "known_answer"
 
 @dataclass(frozen=True)
 class Probes:
-    """Small matmuls with known results, which a GPU must reproduce.
+    """Small matmuls with known results.
 
-    text: MLIR of the matmuls, compiled as device.vmfb.
-    parameters: the inputs and the weights, by their name in the bundle's weights file.
-    expected: {codec: result of the matmul}. The codec is the element type or quantisation of the
-        matmul's weight. The result has one number for each row of the weight.
+    text: their MLIR, compiled as device.vmfb. parameters: inputs and weights, by their name in the
+    bundle's weights file. expected: results by codec, one number for each row of the weight.
     """
 
     text: str
@@ -90,12 +87,7 @@ def _activations(count: int) -> np.ndarray:
 
 
 def decode_on_cpu(checkpoint: Checkpoint, options: Options, importance: Importance) -> KnownLogits | None:
-    """Run the model on this machine's CPU, and return logits that a GPU must reproduce.
-
-    The model is compiled for this CPU, and runs a few decode steps. The result is None for an
-    embedding model, and for more than `MAX_BYTES` of weights.
-    importance: the result of `calibrate`, with which weights are quantised.
-    """
+    """Return logits of decode steps; None for an embedding model, or more than `MAX_BYTES`."""
     target = TARGETS["host"]
     own = replace(
         options, target="host", lowering="kernels" if target.isa else "portable", numerics="exact", context=STEPS,

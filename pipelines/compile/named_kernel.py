@@ -29,11 +29,7 @@ from castiron.pipelines.errors import PipelineError
 
 
 def kernel_module(kernel: Kernel, storage: bool = False) -> Module:
-    """Return a module with a function `call` that runs the kernel once.
-
-    Scalar index operands, such as a position, are 0. storage: whether `call` has an additional
-    argument for each result: a buffer into which the result is written.
-    """
+    """Return a module that runs a kernel once; `storage`: into buffers that are arguments."""
     module = Module("kernel")
     in_place = {**{name: f"{name}_storage" for name in kernel.results if storage}, **kernel.in_place}
     buffers = {operand: kernel.results[name] for name, operand in in_place.items() if operand not in kernel.tensors}
@@ -47,17 +43,9 @@ def kernel_module(kernel: Kernel, storage: bool = False) -> Module:
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """The options that select a kernel for `castiron emit --kernel`.
+    """The options of `castiron emit --kernel`; sizes: the numbers of --shape.
 
-    sizes: the numbers of --shape.
-    tokens: rows of the input x. For the kernel attention_decode: number of sequences. For the
-        kernel experts: number of (token, expert) pairs.
-    codec: element type or quantisation of the weight.
-    isa: name of the instruction set.
-    threads: number of threads among which the kernel divides its work.
-    context: number of positions of the KV cache.
-    numerics: how activations are rounded, a value of --numerics.
-    cache: element type of the KV cache.
+    tokens: rows of x. For attention_decode sequences, for experts (token, expert) pairs.
     """
 
     sizes: tuple[int, ...]
@@ -72,13 +60,7 @@ class KernelRequest:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of kernel for `castiron emit --kernel`.
-
-    shape: names of the sizes in --shape, such as "OUTxIN".
-    example: a value of --shape, such as "1536x576".
-    tokens: default, minimum and maximum of --tokens; None for no maximum.
-    make: makes the kernel from the name of its kind and the user's options.
-    """
+    """A kind of kernel; tokens: default, minimum and maximum (None: none) of --tokens."""
 
     shape: str
     example: str
@@ -140,13 +122,7 @@ def _recurrent(name: str, asked: KernelRequest) -> Kernel:
 
 
 def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, KernelRequest], Kernel]:
-    """Return a function for `Kind.make` that builds a model with one layer and returns its kernel.
-
-    function: the model function that has the kernel, such as "prefill". For one token, the kernel
-        comes from the function decode_step.
-    model_type: the model's type in an HF config.
-    keys: keys of the HF config to which the sizes in --shape are assigned, in this order.
-    """
+    """Return a `Kind.make` that takes a kernel of a model whose config `keys` have the sizes."""
 
     def make(name: str, asked: KernelRequest) -> Kernel:
         config = {
@@ -192,13 +168,7 @@ KINDS: dict[str, Kind] = {
 
 
 def named_kernel(name: str, shape: str, *, tokens: int | None = None, **options: Any) -> Kernel:
-    """Return a kernel with default tiles for `castiron emit --kernel`.
-
-    name: kind of kernel, a key of `KINDS`, such as "gemv".
-    shape: sizes joined by "x", such as "1536x576".
-    tokens: None for the default of the kind.
-    options: other fields of `KernelRequest`.
-    """
+    """Return a kernel of a kind, with default tiles; options: other fields of `KernelRequest`."""
     kind = KINDS.get(name)
     if kind is None:
         raise PipelineError(f"unknown kernel: {name!r}; use one of {', '.join(KINDS)}")

@@ -41,20 +41,11 @@ def open_or_compile(
     draft: bool = False,
     target: str = "host",
 ) -> Bundle:
-    """Return an open bundle for `model`, which is compiled first if it is a checkpoint.
+    """Return an open bundle for `model`; compile a checkpoint first, and cache the bundle.
 
-    Args:
-        model: a bundle or its path; or a GGUF file, HF directory or model name to compile. The
-            compiled bundle is cached.
-        options: compiler options; PipelineError if `model` is a bundle. The default is
-            `Options(target=target)`, or `Options.for_draft(target)` for a draft model.
-        progress: called with (name of a stage, fraction done).
-        evaluate: measures the accuracy of a new bundle, as for `compile_model`.
-        full_check: whether to check the hashes of all files, even if they were checked before.
-        announce: whether to print a line before compiling.
-        one_sequence: whether to compile only the functions for one prompt at a time; has no effect
-            if the bundle with all functions is cached.
-        draft: whether `model` is a draft model for speculative decoding.
+    options: None for a bundle. full_check: check the hashes of all files, even if checked before.
+    one_sequence: compile only the functions for one prompt at a time, unless all are cached.
+    draft: whether `model` is a draft model for speculative decoding.
     """
     path = model.path if isinstance(model, Bundle) else Path(model).expanduser()
     if is_bundle(model):
@@ -104,11 +95,7 @@ def open_or_compile(
 def check_draft_model(
     draft: str | Path | Bundle, model: str | Path | Bundle, options: Options | None = None, progress: Report | None = None
 ) -> None:
-    """Raise PipelineError if `draft` has another vocabulary than `model`; compile neither.
-
-    Both are bundles or checkpoints, as for `open_or_compile`; a named checkpoint is downloaded.
-    options: those with which `model` will be compiled.
-    """
+    """Raise PipelineError if two models have different vocabularies; compile neither."""
     from castiron.pipelines.compile.compile_options import Options
     from castiron.pipelines.text.generation import check_verifies, check_vocabularies
 
@@ -153,11 +140,7 @@ def compile_to(
     packed: Bundle | None = None,
     message: str | None = None,
 ) -> Path:
-    """Compile a model into the directory `out`, and return the path of the bundle.
-
-    Only one thread at a time compiles; others wait. message: line to print before compiling, or
-    None. The other arguments are those of `compile_model`.
-    """
+    """Compile a model into a directory, one thread at a time; print `message` before."""
     from castiron.pipelines.compile.compile_model import compile_model
 
     announce = (lambda: print_message(message)) if message else lambda: None
@@ -167,11 +150,7 @@ def compile_to(
 
 
 def options_of(**options: Any) -> Options:
-    """Return compiler options from keyword arguments, which are fields of `Options`.
-
-    The fields prefill, batch, speculate and embed are tuples of sizes. Here, an int is also
-    accepted for one size, and None for no size.
-    """
+    """Return `Options` from keyword arguments; sizes may be an int, or None for no size."""
     from castiron.pipelines.compile.compile_options import Options
 
     for name in {"prefill", "batch", "speculate", "embed"} & options.keys():
@@ -196,10 +175,7 @@ def require_generation(bundle: Bundle) -> Bundle:
 
 
 def require_cpu(bundle: Bundle, command: str) -> Bundle:
-    """Return the bundle; raise PipelineError if it is compiled for a GPU.
-
-    command: name of the command that needs a CPU bundle, for the error message.
-    """
+    """Return the bundle; raise PipelineError if it is compiled for a GPU."""
     if bundle.manifest.target.driver:
         raise PipelineError(
             f"castiron {command} measures CPU kernels, but this bundle is compiled for a GPU: {bundle.path}; "

@@ -1,7 +1,4 @@
-"""Write a checkpoint as a GGUF file with quantised weights, for castiron and llama.cpp.
-
-The parameter `progress` is called with (name of a stage, fraction done).
-"""
+"""Write a checkpoint as a GGUF file with quantised weights, for castiron and llama.cpp."""
 
 from __future__ import annotations
 
@@ -39,10 +36,7 @@ _OWN = ("general.file_type", "general.quantization_version")
 
 @dataclass(frozen=True)
 class Report:
-    """The new file that `quantise` wrote.
-
-    bytes: size of the file. codecs: number of tensors of each codec. seconds: duration.
-    """
+    """The file that `quantise` wrote; codecs: number of tensors of each codec."""
 
     file: Path
     bytes: int
@@ -53,8 +47,7 @@ class Report:
 def quantise(model: str | Path, out: Path, options: Options, progress: Progress) -> Report:
     """Write a model to the GGUF file `out` atomically, with weights converted to `options.weights`.
 
-    If `model` is a GGUF file without an adapter, its metadata is copied. Otherwise the metadata is
-    made from the config and the tokenizer.
+    The metadata of a GGUF file without adapter is copied, others are made from the config.
     """
     start = time.perf_counter()
     checkpoint = open_source(model, options, progress)

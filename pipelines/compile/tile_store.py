@@ -28,11 +28,7 @@ SCHEMA = 2
 
 @dataclass(frozen=True)
 class Key:
-    """The conditions of a measurement of tile sizes, which are used only under the same conditions.
-
-    cpu: model of the CPU. isa: instruction set of the kernels. iree: version of IREE. kernels: hash
-    of the kernels' source files. threads: number of threads that run a kernel.
-    """
+    """The conditions of a measurement; isa: of the kernels; kernels: hash of their sources."""
 
     cpu: str
     isa: str
@@ -43,12 +39,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of tuning one matmul.
-
-    key: conditions of the measurement. product: name of the matmul. tiles: the fastest tile sizes;
-    None for the default ones. gain: time with the default tile sizes, divided by the time with the
-    fastest ones.
-    """
+    """The tiles of a matmul, None for the default; gain: time with the default / with these."""
 
     key: Key
     product: str
@@ -67,15 +58,12 @@ def store_path() -> Path:
 
 
 def key_of(target: Target, threads: int) -> Key:
-    """Return the conditions of a measurement on this machine, for `target` and `threads`."""
+    """Return the conditions of a measurement on this machine."""
     return Key(host_cpu(), target.isa, compiler_version(), sources_hash(*KERNEL_SOURCES)[:16], threads)
 
 
 def read_findings() -> tuple[Finding, ...]:
-    """Return all stored results of `castiron tune`; () if the file is absent or cannot be read.
-
-    Raises PipelineError if the file's contents are invalid.
-    """
+    """Return the stored results; () if the file is absent, PipelineError if it is invalid."""
     path = store_path()
     try:
         value = json.loads(path.read_bytes())
@@ -89,10 +77,7 @@ def read_findings() -> tuple[Finding, ...]:
 
 
 def add_findings(findings: Iterable[Finding]) -> bool:
-    """Store results of `castiron tune` in `tuned.json`; return whether the file could be written.
-
-    A new result replaces an earlier one for the same matmul under the same conditions.
-    """
+    """Store results, which replace earlier ones; return whether the file could be written."""
     found = {(finding.key, finding.product): finding for finding in (*read_findings(), *findings)}
     text = json.dumps(to_json(_Store(SCHEMA, tuple(found.values()))), indent=1)
     return keep(store_path(), text.encode() + b"\n")
@@ -103,11 +88,7 @@ def findings_of(key: Key) -> dict[str, Finding]:
 
 
 def tuned_tiles(options: Options, target: Target) -> TileFields:
-    """Return {name of a matmul: tile sizes} that `castiron tune` found for this machine.
-
-    The result is empty if `options.tuned` is false, or the options do not select this machine's CPU
-    and castiron's kernels.
-    """
+    """Return the tiles that `castiron tune` found for this machine, if the options can use them."""
     if not options.tuned or options.target != "host" or options.lowering != "kernels":
         return {}
     found = findings_of(key_of(target, options.threads_or_cores))

@@ -1,12 +1,7 @@
 """Choose the codec of each weight for a value of --weights; convert and pack the weights.
 
-A codec is an element type or a quantisation, such as bf16 or q4_k. A mix, such as `q4_k_m`, gives
-different codecs to different weights, as in llama.cpp (src/llama-quant.cpp). So a bundle is as
-large and as accurate as a GGUF file of the same type.
-
-An `Importance` maps a weight's name to a factor for each column, f32 [in]. The factor is larger if
-quantisation errors in this column matter more (see `calibration`). For a weight without factors,
-all columns count equally.
+A mix, such as `q4_k_m`, gives weights different codecs, as in llama.cpp (src/llama-quant.cpp). So a
+bundle is as large and as accurate as a GGUF file of the same type.
 """
 
 from __future__ import annotations
@@ -50,15 +45,12 @@ _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 
 
 def codecs_of(checkpoint: Checkpoint, weights: str, requantise: bool = False) -> dict[str, str]:
-    """Return {name of a tensor: its codec in the bundle}.
+    """Return the codec of each tensor in the bundle.
 
-    A codec is an element type or a quantisation, such as f16 or q4_k. Vectors keep the checkpoint's
-    codec. If `weights` is a quantisation, some matrices keep theirs too: routers, other small
-    matrices, experts trained in MXFP4, and matrices whose rows cannot be divided into blocks.
+    Vectors keep theirs. With a quantisation, so do routers, other small matrices, experts trained
+    in MXFP4, and matrices that no suitable block divides.
 
-    weights: the value of --weights.
-    requantise: whether to quantise matrices again that are quantised already, if this makes them
-        smaller. If false, a checkpoint with such matrices raises CheckpointError.
+    requantise: whether to quantise quantised matrices again, if they become smaller.
     """
     matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
     codecs = {tensor.name: tensor.codec for tensor in checkpoint.tensors.values()}
@@ -85,11 +77,7 @@ def codecs_of(checkpoint: Checkpoint, weights: str, requantise: bool = False) ->
 
 
 def _fitting_codec(tensor: Tensor, codec: str) -> str:
-    """Return a codec whose blocks divide a row of the tensor.
-
-    This is `codec` if it fits, otherwise a similar codec with smaller blocks. If neither fits, this
-    is the codec that the tensor already has.
-    """
+    """Return the codec, one with smaller blocks, or the tensor's: the first that divides a row."""
     features = tensor.shape[-1]
     if features % codec_of(codec).block:
         codec = _SMALLER.get(codec, codec)
@@ -107,11 +95,6 @@ def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str
     }
 
     def more_bits(name: str, pattern: re.Pattern) -> bool:
-        """Return whether a mix such as q4_k_m gives more bits to the tensor `name`.
-
-        It does so in the first eighth and the last eighth of the layers, and in every third layer
-        between. Only layers that have a tensor whose name matches `pattern` are counted.
-        """
         layer, layers = found[pattern].index(_layer_of(name)), len(found[pattern])
         return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
@@ -135,11 +118,7 @@ def _layer_of(name: str) -> int:
 
 
 def convert_tensor(checkpoint: Checkpoint, name: str, codec: str, importance: Importance = UNIFORM) -> np.ndarray:
-    """Return a tensor's data in `codec`; if it has another codec, dequantise and encode it.
-
-    codec: element type or quantisation. importance: {name of a tensor: factor for the quantisation
-    errors of each column}.
-    """
+    """Return a tensor's data in a codec."""
     tensor = checkpoint.tensors[name]
     if tensor.codec == codec:
         return tensor.data
@@ -157,10 +136,7 @@ def write_parameters(
     progress: Callable[[float], None],
     more: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> str:
-    """Write a module's packed parameters to the IRPA file `path`, and return the file's SHA-256.
-
-    more: further arrays to write, by name.
-    """
+    """Write a module's packed parameters and `more` arrays to an IRPA file; return its SHA-256."""
     params = sorted(module.params.values(), key=lambda param: param.name)
     pack = lambda param: lambda: pack_parameter(checkpoint, param, importance)
     packed = [(param.name, pack(param), (param.type.shape, param.type.dtype.numpy)) for param in params]
@@ -169,7 +145,7 @@ def write_parameters(
 
 
 def pack_parameter(checkpoint: Checkpoint, param: Param, importance: Importance = UNIFORM) -> np.ndarray:
-    """Convert and pack the weights of one parameter into the array that compiled functions read."""
+    """Convert and pack the weights of one parameter into the array that functions read."""
     # A parameter may name a tensor several times. Convert it only once, because quantising is slow.
     read = {source: convert_tensor(checkpoint, *source, importance) for source in dict.fromkeys(param.source.tensors)}
     return np.ascontiguousarray(param.source.pack(*(read[source] for source in param.source.tensors)))

@@ -2,7 +2,7 @@
 
 Sources: llama.cpp's convert_hf_to_gguf.py for metadata keys and rearranged tensors,
 gguf.tensor_mapping for GGUF's names, llama.cpp's src/models for constants, HF's config classes for
-HF's names. To add an architecture, add a row. If a row is not enough, add a function to config_rules.
+HF's names. To add an architecture, add a row. If a row is not enough, add a rule to config_rules.
 """
 
 from collections.abc import Mapping
@@ -30,30 +30,16 @@ GEMMA_TENSORS = {**COMMON_TENSORS, **POST_NORMS, "ffn_norm": "pre_feedforward_la
 
 
 def experts(parent: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
-    """Return the names of expert matrices: {GGUF name: HF name of one expert's matrix}.
-
-    A GGUF tensor has the matrices of all experts; `{}` in an HF name stands for the expert's index.
-
-    parent: HF's name of the module that has the experts, such as "mlp".
-    gate, up, down: HF's names of an expert's three matrices.
-    """
+    """Return HF's names of expert matrices in the module `parent`, for `Architecture.per_index`."""
     leaves = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
     return {leaf: f"{parent}.experts.{{}}.{own}" for leaf, own in leaves.items()}
 
 
 def mamba(parent: str) -> Names:
-    """Return {GGUF name: HF name} of the matrices of a Mamba layer.
-
-    parent: HF's name of the layer, with which the HF names in the result start.
-    """
     return {"ssm_in": f"{parent}.in_proj", "ssm_conv1d": f"{parent}.conv1d", "ssm_out": f"{parent}.out_proj"}
 
 
 def mamba_vectors(parent: str) -> Names:
-    """Return {GGUF name: HF name} of the vectors of a Mamba layer.
-
-    parent: HF's name of the layer, with which the HF names in the result start.
-    """
     leaves = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias", "ssm_norm.weight": "norm.weight"}
     return {leaf: f"{parent}.{own}" for leaf, own in leaves.items()}
 
@@ -98,43 +84,32 @@ LLAMA_FLAGS = {**ATTENTION_BIAS, "mlp_bias": "ffn_up.bias"}
 
 @dataclass(frozen=True)
 class Architecture:
-    """The rules that convert metadata and tensors of one GGUF architecture to HF's.
+    """How metadata and tensors of one GGUF architecture become HF's.
 
-    A leaf is a tensor's name without its block and ending: GGUF's `attn_q` in
-    `blk.0.attn_q.weight`, HF's `self_attn.q_proj` in `model.layers.0.self_attn.q_proj.weight`. A
-    metadata key is without the architecture's prefix. The default values fit most architectures.
+    A leaf is a name without block and suffix: GGUF's `attn_q` in `blk.0.attn_q.weight`, HF's
+    `self_attn.q_proj`. A metadata key is without the architecture's prefix.
 
-    Attributes:
-        model_type: HF's model_type.
-        tensors: {GGUF leaf: HF leaf}.
-        per_index: {GGUF leaf of a tensor with the matrices of all experts: HF leaf of one expert's
-            matrix, with `{}` for its index}. If there are several HF leaves, the rows of each
-            expert are divided equally between them.
-        ints, floats: {metadata key: config key}, for values to copy.
-        constants: {config key: value}, for values that all models of the architecture have.
-        fixed: {metadata key: the only supported value}.
-        flags: {config key: name of a tensor in block 0}. The config value is whether the file has
-            this tensor.
-        permuted: {GGUF leaf of a Q or K weight: config key of its number of heads}, if llama.cpp
-            reorders its rows for interleaved rotary embeddings.
-        bare: GGUF leaves whose HF name has no ".weight".
-        top: {GGUF name: HF name}, for tensors outside blocks.
-        block: prefix of HF's tensor names in a block; `{}` stands for the block's index.
-        vectors: {GGUF leaf, with ".bias" or ".weight" if it has one: HF leaf}, for tensors that are
-            read as f32 vectors.
-        joined: {several GGUF leaves: HF leaf}. The HF tensor is the concatenation of their rows.
-        absorbed: {(GGUF leaf of keys, GGUF leaf of values): HF leaf}, for latent attention (MLA),
-            where HF has one matrix for both.
-        by_layer: metadata keys that only `rules` read, such as those with a number for each layer.
-        tiled: {GGUF leaf of a linear-attention tensor: "heads", "rows", "last rows" or "columns"}:
-            what is in another order in GGUF. HF has all value heads of the first key head, then
-            those of the next. GGUF has the first value head of every key head, then the second.
-        grouped: {GGUF leaf: {HF leaf: letters}}, for linear-attention tensors that contain several
-            HF tensors. The rows are in one group for each key head. Each letter stands for
-            consecutive rows of a group: "k", the features of a key; "v", the features of all
-            values; "h", one row for each value head.
-        norms_plus_one: whether GGUF stores the weights of norms plus 1.
-        rules: names of the functions in config_rules that set the other config values.
+    tensors, top: HF's leaf by GGUF's, in blocks and outside. block: HF's prefix in a block.
+    per_index: HF's leaf, with `{}` for the expert, by GGUF leaf of all experts' matrices. Several
+        leaves divide the rows of each expert equally.
+    ints, floats: config key by metadata key, for values to copy.
+    constants: config values of all models of the architecture.
+    fixed: the only supported value, by metadata key.
+    flags: by config key, the tensor of block 0 whose presence is the value.
+    permuted: by GGUF leaf, the config key of the number of heads, if llama.cpp reorders the rows
+        of Q and K for interleaved rotary embeddings.
+    bare: GGUF leaves whose HF name has no suffix.
+    vectors: HF's leaf by GGUF's with its suffix, for tensors that are read as f32 vectors.
+    joined: HF's leaf by GGUF leaves whose rows it concatenates.
+    absorbed: HF's leaf by GGUF's (keys, values), for latent attention (MLA).
+    by_layer: metadata keys that only `rules` read.
+    tiled: by GGUF leaf, what has another order: "heads", "rows", "last rows" or "columns". HF has
+        the value heads of the first key head first, GGUF the first value head of each key head.
+    grouped: for a GGUF leaf with several HF tensors, {HF leaf: letters}. Its rows are in groups,
+        one for each key head. A letter is consecutive rows of a group: "k", the features of a
+        key; "v", those of all its values; "h", one for each value head.
+    norms_plus_one: whether GGUF stores the weights of norms plus 1.
+    rules: functions of config_rules that set the other config values.
     """
 
     model_type: str

@@ -1,8 +1,6 @@
-"""Functions that set HF config values which the table in architectures.py cannot express.
+"""Rules: functions that set HF config values which the table in architectures.py cannot express.
 
-The table refers to these functions as rules. A rule modifies the config according to the metadata
-of the GGUF file. Sources: llama.cpp's converter and src/models; HF's config classes and
-modeling_rope_utils.
+Sources: llama.cpp's converter and src/models; HF's config classes and modeling_rope_utils.
 """
 
 import math
@@ -35,16 +33,12 @@ def _factors(metadata: Metadata, name: str) -> np.ndarray | None:
 
 
 def head_dim(config: dict) -> int:
-    """Return the size of an attention head: `head_dim`, or hidden size divided by heads."""
+    """Return the size of an attention head: `head_dim`, or hidden size / heads."""
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 def llama3_factors(rotary_dim: int, theta: float, factor: float, low: float, high: float, original: int) -> np.ndarray:
-    """Return Llama 3's divisors of the rotary frequencies, f64 [rotary_dim / 2].
-
-    theta: base of the frequencies. The other arguments are the values in HF's `rope_scaling`:
-    `factor`, `low_freq_factor`, `high_freq_factor` and `original_max_position_embeddings`.
-    """
+    """Return the divisors of rotary frequencies, f64 [rotary_dim / 2], for HF's `rope_scaling`."""
     wavelength = 2 * math.pi * theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
     smooth = (original / wavelength - low) / (high - low)
     between = 1 / ((1 - smooth) / factor + smooth)
@@ -52,11 +46,7 @@ def llama3_factors(rotary_dim: int, theta: float, factor: float, low: float, hig
 
 
 def rope_factors(config: dict, metadata: Metadata) -> None:
-    """Set the config's `rope_scaling` from the GGUF tensor rope_freqs.weight, if the file has it.
-
-    The tensor has a divisor for each rotary frequency. If Llama 3's formula gives the same
-    divisors, `rope_type` is set to llama3. Otherwise it is set to longrope, with these divisors.
-    """
+    """Set `rope_scaling` to llama3, or to longrope if rope_freqs.weight has other divisors."""
     factors = _factors(metadata, "rope_freqs.weight")
     if factors is None or np.all(factors == 1):
         return
@@ -77,7 +67,7 @@ def rope_factors(config: dict, metadata: Metadata) -> None:
 
 
 def rope_scaling(config: dict, metadata: Metadata) -> None:
-    """Set the config's `rope_scaling` (linear or YaRN) from the metadata named rope.scaling.*."""
+    """Set `rope_scaling`, linear or YaRN."""
     kind = metadata.string("rope.scaling.type", "none")
     factor = metadata.real("rope.scaling.factor") or metadata.real("rope.scale_linear") or 1.0
     original = metadata.integer("rope.scaling.original_context_length")
@@ -113,16 +103,12 @@ def full_rotary(config: dict, metadata: Metadata) -> None:
 
 
 def partial_rotary(config: dict, metadata: Metadata) -> None:
-    """Set the config's `partial_rotary_factor`, the fraction of each head that is rotated."""
     rotary = metadata.integer("rope.dimension_count")
     config["partial_rotary_factor"] = 1.0 if rotary is None else rotary / head_dim(config)
 
 
 def phi3_rope(config: dict, metadata: Metadata) -> None:
-    """Set Phi-3's sliding window and original context length in the config.
-
-    If the file has factors for longrope, also set the config's `rope_scaling` to longrope.
-    """
+    """Set Phi-3's sliding window, original context, and longrope factors if the file has them."""
     config["sliding_window"] = config.get("sliding_window") or None
     original = metadata.integer("rope.scaling.original_context_length") or config["max_position_embeddings"]
     attention_factor = metadata.real("rope.scaling.attn_factor")
@@ -138,11 +124,7 @@ def phi3_rope(config: dict, metadata: Metadata) -> None:
 
 
 def gemma4_ropes(config: dict, metadata: Metadata) -> None:
-    """Set the config's `rope_parameters` for Gemma 4's two layer types, full and sliding attention.
-
-    In layers with full attention, only some frequencies are rotated. The tensor rope_freqs.weight
-    has a divisor for each frequency: 1 if it is rotated, 1e30 if it is not.
-    """
+    """Set `rope_parameters`; rope_freqs.weight has 1 for rotated pairs and 1e30 for others."""
     factors, local = _factors(metadata, "rope_freqs.weight"), metadata.real("rope.freq_base_swa", _LOCAL_ROPE_BASE)
     rotated = 0 if factors is None else int((factors == 1).sum())
     if factors is None or len(factors) * 2 != config["global_head_dim"] or (factors[rotated:] < _NO_ROTATION).any():
@@ -161,21 +143,14 @@ def gemma4_ropes(config: dict, metadata: Metadata) -> None:
 
 
 def olmo3_ropes(config: dict, metadata: Metadata) -> None:
-    """Set the config's `rope_parameters` for OLMo 3's two layer types, full and sliding attention.
-
-    Only layers with full attention use the config's `rope_scaling`.
-    """
+    """Set OLMo 3's `rope_parameters`, in which only full attention is scaled."""
     theta = {"rope_theta": config.pop("rope_theta")}
     scaling = config.pop("rope_scaling", {"rope_type": "default"})
     config["rope_parameters"] = {"full_attention": scaling | theta, "sliding_attention": {"rope_type": "default"} | theta}
 
 
 def mistral3_ropes(config: dict, metadata: Metadata) -> None:
-    """Set the config's `rope_parameters` of Ministral 3, which scales queries by their position.
-
-    If the file does not have the metadata key attention.temperature_scale, the model is a Mistral,
-    which does not scale queries. Then only `model_type` is set, to mistral.
-    """
+    """Set Ministral 3's `rope_parameters`, which scale queries by position, unlike Mistral's."""
     beta, multiplier = metadata.real("attention.temperature_scale"), metadata.real("rope.scaling.yarn_log_multiplier")
     if beta is None:
         config["model_type"] = "mistral"
@@ -190,12 +165,7 @@ def _periodic_layers(layers: int, period: int, other: str = "sliding_attention")
 
 
 def layer_types(config: dict, metadata: Metadata) -> None:
-    """Set the config's `layer_types` from the metadata attention.sliding_window_pattern.
-
-    The metadata value is an array, with true for each layer that has a sliding window, or a
-    number n. With a number, every n-th layer has full attention, and the others have a sliding
-    window. If the model has no sliding window, all layers have full attention.
-    """
+    """Set `layer_types` from flags or n: every n-th layer has full attention, others a window."""
     layers, period = config["num_hidden_layers"], config.pop(PERIOD, _PERIOD)
     pattern = metadata.get("attention.sliding_window_pattern", period)
     if not config.get("sliding_window"):
@@ -210,26 +180,20 @@ def layer_types(config: dict, metadata: Metadata) -> None:
 
 
 def gpt_oss_yarn(config: dict, metadata: Metadata) -> None:
-    """Set `truncate` to false in gpt-oss's YaRN scaling, because GGUF files do not store it."""
+    """Set `truncate` to false in gpt-oss's YaRN, which GGUF files do not store."""
     scaling = config.setdefault("rope_scaling", {"rope_type": "default"})
     if scaling["rope_type"] == "yarn":
         scaling["truncate"] = False
 
 
 def smollm3_layers(config: dict, metadata: Metadata) -> None:
-    """Set the config's `no_rope_layers`, a list with 0 for every fourth layer and 1 for the others.
-
-    Despite HF's name, 1 means that the layer has a rotary embedding.
-    """
+    """Set `no_rope_layers`, in which 1 stands for a rotary embedding and every fourth is 0."""
     config["no_rope_layer_interval"] = _PERIOD
     config["no_rope_layers"] = [int((layer + 1) % _PERIOD != 0) for layer in range(config["num_hidden_layers"])]
 
 
 def _kv_heads(config: dict, metadata: Metadata) -> list[int]:
-    """Return the number of KV heads of each layer; 0 for a layer without attention.
-
-    Also sets the config's num_key_value_heads, which is the same for all layers with attention.
-    """
+    """Set num_key_value_heads, and return it by layer: 0 for a layer without attention."""
     kv_heads, heads = metadata.by_layer("attention.head_count_kv"), config["num_attention_heads"]
     counts = {count for count in kv_heads if count}
     if len(counts) > 1 or any(heads % count for count in counts):
@@ -241,7 +205,7 @@ def _kv_heads(config: dict, metadata: Metadata) -> list[int]:
 
 
 def lfm2_layers(config: dict, metadata: Metadata) -> None:
-    """Set the config's `layer_types` for LFM2: layers without KV heads are convolutions."""
+    """Set LFM2's `layer_types`: layers without KV heads are convolutions."""
     heads = _kv_heads(config, metadata)
     if not any(heads):
         raise metadata.invalid("attention.head_count_kv", "a list with a number above 0")
@@ -256,17 +220,14 @@ def _inner_head_dim(metadata: Metadata, heads: int) -> int:
 
 
 def mamba_heads(config: dict, metadata: Metadata) -> None:
-    """Set the config's size of a Mamba head, `mamba_d_head`.
-
-    For Granite 4, also set `mamba_expand`, the ratio of Mamba's inner size to the hidden size.
-    """
+    """Set the size of a Mamba head and, for Granite 4, `mamba_expand`."""
     config["mamba_d_head"] = _inner_head_dim(metadata, config["mamba_n_heads"])
     if config["model_type"] == "granitemoehybrid":
         config["mamba_expand"] = metadata.required("ssm.inner_size") // config["hidden_size"]
 
 
 def granite_layers(config: dict, metadata: Metadata) -> None:
-    """Set the config's `layer_types` for Granite 4: layers without KV heads are Mamba layers."""
+    """Set Granite 4's `layer_types`: layers without KV heads are Mamba layers."""
     metadata.get("rope.dimension_count")  # the model has no rotary embedding
     config["layer_types"] = kinds = ["full_attention" if n else "linear_attention" for n in _kv_heads(config, metadata)]
     first = kinds.index("linear_attention") if "linear_attention" in kinds else 0
@@ -276,7 +237,7 @@ def granite_layers(config: dict, metadata: Metadata) -> None:
 
 
 def nemotron_layers(config: dict, metadata: Metadata) -> None:
-    """Set the type of each layer of Nemotron-H in the config: attention, MLP, experts or Mamba."""
+    """Set Nemotron-H's layer types: attention, MLP, experts or Mamba."""
     metadata.get("rope.dimension_count")  # the model has no rotary embedding
     heads, widths = _kv_heads(config, metadata), metadata.by_layer("feed_forward_length")
     layers = range(len(heads))
@@ -296,10 +257,7 @@ def nemotron_layers(config: dict, metadata: Metadata) -> None:
 
 
 def delta_layers(config: dict, metadata: Metadata) -> None:
-    """Set the config's layer types and number of layers for Qwen 3.5.
-
-    Layers for multi-token prediction are not counted, because castiron does not run them.
-    """
+    """Set Qwen 3.5's layer types, without the layers for multi-token prediction."""
     further = metadata.integer("nextn_predict_layers", 0) or 0
     if further >= config["num_hidden_layers"]:
         raise metadata.invalid("nextn_predict_layers", f"less than {config['num_hidden_layers']} (block_count)")
@@ -313,11 +271,7 @@ def delta_layers(config: dict, metadata: Metadata) -> None:
 
 
 def gemma4_layers(config: dict, metadata: Metadata) -> None:
-    """Set the config values that are not the same for all layers of Gemma 4.
-
-    These are the layer types, the numbers and sizes of heads, the widths of MLPs, and the number of
-    layers that use the K and V of an earlier layer.
-    """
+    """Set the values that differ between Gemma 4's layers: types, heads, widths, shared K and V."""
     heads, kv_heads = config["num_attention_heads"], metadata.by_layer("attention.head_count_kv")
     config["layer_types"] = kinds = _gemma4_kinds(config["num_hidden_layers"], metadata)
     by_kind = dict(zip(kinds, kv_heads))
@@ -372,15 +326,11 @@ def _gemma4_head(metadata: Metadata, ending: str) -> int:
 
 
 def llama_head_dim(config: dict, metadata: Metadata) -> None:
-    """Set the config's `head_dim` to hidden size / heads, if the GGUF file has no head size."""
     config["head_dim"] = head_dim(config)
 
 
 def gemma_scale(config: dict, metadata: Metadata) -> None:
-    """Set the config's `query_pre_attn_scalar` of Gemma 2 or 3, because GGUF files do not store it.
-
-    The value is hidden size / heads for the 27B models, and `head_dim` for the others.
-    """
+    """Set `query_pre_attn_scalar`: hidden size / heads for the 27B models, else `head_dim`."""
     # GGUF has no key for it, so the number of layers decides (llama.cpp, src/models/gemma2.cpp and gemma3.cpp).
     large = {"gemma2": 46, "gemma3_text": 62}[config["model_type"]]
     per_head = config["hidden_size"] // config["num_attention_heads"]
@@ -388,18 +338,13 @@ def gemma_scale(config: dict, metadata: Metadata) -> None:
 
 
 def stablelm_residual(config: dict, metadata: Metadata) -> None:
-    """Set StableLM's `use_parallel_residual`: true if a block has one norm, false if it has two."""
+    """Set `use_parallel_residual`: true if a block has one norm, false if it has two."""
     metadata.get("use_parallel_residual")  # repeats what the tensors show
     config["use_parallel_residual"] = not metadata.has(0, "ffn_norm.weight")
 
 
 def latent_attention(config: dict, metadata: Metadata) -> None:
-    """Set the config's head sizes for the latent attention (MLA) of DeepSeek V2 and V3.
-
-    They are read from the metadata keys attention.key_length_mla and attention.value_length_mla.
-    In older files, which lack these keys, they are in attention.key_length and
-    attention.value_length.
-    """
+    """Set the head sizes of latent attention (MLA), which older files have under other keys."""
     rotated, latent = metadata.required("rope.dimension_count"), metadata.required("attention.kv_lora_rank")
     key, value = (metadata.integer(f"attention.{side}_length") for side in ("key", "value"))
     own = [metadata.integer(f"attention.{side}_length_mla") for side in ("key", "value")]
@@ -420,11 +365,7 @@ def latent_attention(config: dict, metadata: Metadata) -> None:
 
 
 def latent_experts(config: dict, metadata: Metadata) -> None:
-    """Set the config's options for choosing experts in DeepSeek V2 and V3.
-
-    These are `norm_topk_prob` (whether the weights of the chosen experts are normalised) and, for
-    DeepSeek V2, `topk_method` (whether experts are chosen in groups).
-    """
+    """Set `norm_topk_prob` and, for DeepSeek V2, `topk_method`."""
     metadata.get("expert_gating_func")  # chooses_by_sigmoid reads it
     config["norm_topk_prob"] = metadata.flag("expert_weights_norm", False)
     if config["model_type"] == "deepseek_v2":
@@ -432,7 +373,7 @@ def latent_experts(config: dict, metadata: Metadata) -> None:
 
 
 def latent_yarn(config: dict, metadata: Metadata) -> None:
-    """Set `mscale` and `mscale_all_dim` of DeepSeek V2 and V3 in the config's `rope_scaling`."""
+    """Set `mscale` and `mscale_all_dim` in `rope_scaling`."""
     tenth = metadata.real("rope.scaling.yarn_log_multiplier")
     if tenth is not None and config.get("rope_scaling", {}).get("rope_type") == "yarn":
         # The converter multiplies by 0.1. Round off what f32 adds.

@@ -1,7 +1,6 @@
 """Convert an HF checkpoint to GGUF: metadata, tensors and tokenizer.
 
-The new metadata and tokenizer are read back before they are written. If they differ from the
-checkpoint's, GGUF cannot represent the model, and CheckpointError is raised.
+The result is read back before it is written; CheckpointError if GGUF cannot represent the model.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ Read = Callable[[str, str, np.ndarray | None], np.ndarray]
 
 
 def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
-    """Return the name of the GGUF architecture for a model, and the rules to convert to it."""
+    """Return the name of a model's GGUF architecture, and its row."""
     model_type = checkpoint.config["model_type"]
     # Of the architectures with `vectors`, only those of Qwen 3.5 are supported: this module cannot make the other changes.
     usable = ((name, row) for name, row in reversed(ARCHITECTURES.items()) if row.tiled or not row.vectors)
@@ -64,10 +63,7 @@ def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
 
 
 def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
-    """Return the GGUF metadata for a model's config, without the tokenizer.
-
-    config: the config with the keys of transformers 4, from `flat_config`.
-    """
+    """Return the metadata for a config of `flat_config`, without the tokenizer."""
     name, row = architecture_for(checkpoint)
     size, read = head_dim(config), read_config(checkpoint.config)
     keys: dict[str, Value] = {}
@@ -95,11 +91,7 @@ def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
 
 
 def flat_config(config: dict) -> dict:
-    """Return a config with the keys of transformers 4, such as rope_theta at the top level.
-
-    Sizes that a model family stores under other keys are also returned under the usual keys: n_embd
-    under hidden_size, for example.
-    """
+    """Return a config with transformers 4's keys, such as rope_theta, and usual names of sizes."""
     entry = config.get("rope_parameters") or {}
     local = entry.get("sliding_attention", {})
     entry = {**entry.get("full_attention", entry), **(config.get("rope_scaling") or {})}
@@ -153,12 +145,9 @@ def _rope_tensors(config: dict) -> Iterator[Tensor]:
 
 
 def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, str], read: Read) -> list[Tensor]:
-    """Return the tensors to write to a GGUF file, named and ordered as by llama.cpp's converter.
+    """Return the tensors to write, named and ordered as by llama.cpp's converter.
 
-    config: the config with the keys of transformers 4, from `flat_config`.
-    codecs: {HF name of a matrix: element type or quantisation to write, such as "q4_k"}.
-    read: function that returns the data of a tensor. Its arguments are the HF name, the element
-        type or quantisation to convert to, and the order of the columns (None: unchanged).
+    config: from `flat_config`. codecs: by HF name of a matrix.
     """
     _, row = architecture_for(checkpoint)
     leaves, tops, vectors = ({own: leaf for leaf, own in names.items()} for names in (row.tensors, row.top, row.vectors))
@@ -238,10 +227,7 @@ def _stack(name: str, codec: str, parts: dict[int, Tensor], read: Read) -> Tenso
 
 
 def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tensors: list[Tensor]) -> None:
-    """Raise CheckpointError if reading the new GGUF file would give a different config.
-
-    metadata, tensors: the content of the file, before it is written.
-    """
+    """Raise CheckpointError if a GGUF file with these contents would give another config."""
     file = GgufFile(checkpoint.path, as_read(metadata), {tensor.name: tensor for tensor in tensors})
     ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))
     if names := ", ".join(sorted(_differing(ours, theirs))):
@@ -267,7 +253,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
-    """Return the GGUF metadata of a tokenizer; vocab: number of rows of the token embedding."""
+    """Return the metadata of a tokenizer; vocab: rows of the token embedding."""
     if checkpoint.tokenizer is None:
         return {_PREFIX + "model": "no_vocab"}
     tokenizer = tokenizer_of(checkpoint.tokenizer, checkpoint.path)
@@ -303,7 +289,7 @@ def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
 
 
 def _further_ends(checkpoint: Checkpoint, keys: Mapping[str, Value], vocab: int) -> dict[str, Value]:
-    """Return the keys for end tokens that readers of the GGUF file don't recognise by their text."""
+    """Return the keys for end tokens that readers don't recognise by their text."""
     file = GgufFile(checkpoint.path, as_read({_PREFIX + key: value for key, value in keys.items()}), {})
     known = eos_token_ids(file)
     further = [number for number in checkpoint.eos_token_ids if number not in known and 0 <= number < vocab]
@@ -331,14 +317,7 @@ def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: i
 
 
 def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
-    """Return the GGUF metadata of a SentencePiece tokenizer: tokens, their types and their scores.
-
-    llama.cpp uses scores instead of merges. A token gets the score -i if merge i is the first that
-    produces it.
-
-    found: content of the tokenizer.json. steps: its pre-tokenizers. vocab: min number of tokens;
-    missing ones are added as padding.
-    """
+    """Return the metadata of a SentencePiece tokenizer; the token of merge i has the score -i."""
     tokens, kinds = _tokens(found, vocab)
     ranks: dict[str, int] = {}
     for left, right in found["model"]["merges"]:
@@ -367,12 +346,7 @@ def _steps(step: dict | None, parts: str) -> Iterator[dict]:
 
 
 def _tokens(found: dict, vocab: int) -> tuple[list[str], list[int]]:
-    """Return two lists with an element for each token id: its text, and llama.cpp's token type.
-
-    An id without a token gets a text such as [PAD7].
-
-    found: content of the tokenizer.json. vocab: min length of the lists.
-    """
+    """Return texts and llama.cpp's types of at least `vocab` tokens; unused ids have [PAD7]."""
     by_id = {number: (token, _NORMAL) for token, number in found["model"]["vocab"].items()}
     for token in found["added_tokens"]:
         by_id[token["id"]] = token["content"], _CONTROL if token["special"] else _USER_DEFINED

@@ -51,10 +51,9 @@ Value = int | float | bool | str | Sequence[str] | Sequence[int] | Sequence[floa
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file that is mapped into memory; the data of its tensors are views of the file.
+    """A GGUF file that is mapped into memory.
 
-    metadata: {key: value}; a value is a str, int, float, bool, list[str] or NumPy array of numbers.
-    tensors: by GGUF's names. entries: {key: encoded bytes of the metadata entry}, for copying.
+    metadata: str, int, float, bool, list[str] or NumPy arrays. entries: their bytes, for copying.
     """
 
     path: Path
@@ -64,11 +63,7 @@ class GgufFile:
 
 
 class _Cursor:
-    """Reads consecutive values of a memory-mapped GGUF file, and checks their sizes.
-
-    A value that would continue after the end of the file is an error. In all methods, `what` is a
-    description of the value for error messages.
-    """
+    """Reads consecutive values; errors name `what` would continue after the end of the file."""
 
     def __init__(self, path: Path, view: memoryview):
         self.path, self.view, self.at, self.string_bytes = path, view, 0, 0
@@ -77,10 +72,6 @@ class _Cursor:
         return CheckpointError(f"{self.path} is not a valid GGUF file: {fault}; download the file again")
 
     def take(self, size: int, what: str) -> int:
-        """Move forward by `size` bytes, and return the offset before the move.
-
-        what: description of these bytes for the error message if the file is too short.
-        """
         if size > len(self.view) - self.at:
             raise self.invalid(f"it ends inside {what} ({len(self.view)} bytes)")
         start, self.at = self.at, self.at + size
@@ -132,10 +123,7 @@ class _Cursor:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Memory-map a GGUF file. If `path` is the first part of a split model, map all its parts.
-
-    The metadata come from the first part, without the keys that describe the split.
-    """
+    """Map a GGUF file and, if it is the first part of a split model, the other parts."""
     file = _read_part(path)
     split = {key: file.metadata.pop(key, None) for key in ("split.count", "split.no", "split.tensors.count")}
     count, number, stated = split.values()
@@ -243,11 +231,7 @@ def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
 
 
 def write_gguf(out: BinaryIO, entries: Sequence[Buffer], tensors: Sequence[Tensor], progress: Callable[[float], None]) -> None:
-    """Write a GGUF file.
-
-    entries: the metadata, each encoded by `metadata_entry` or copied from another file. progress:
-    called with the fraction of the tensor data that has been written.
-    """
+    """Write a GGUF file; entries: encoded by `metadata_entry`, or copied from another file."""
     out.write(header(entries, tensors))
     written, total = 0, sum(padded(tensor.nbytes) for tensor in tensors)
     for tensor in tensors:
@@ -297,11 +281,7 @@ def metadata_entry(key: str, value: Value) -> bytes:
 
 
 def as_read(metadata: Mapping[str, Value]) -> dict:
-    """Return metadata with the types they would have after being written to a GGUF file and read.
-
-    For example, lists of numbers become NumPy arrays. Callers use this to check metadata before
-    they write them.
-    """
+    """Return metadata with the types that they have after writing and reading."""
     numbers = lambda value: isinstance(value, list) and not isinstance(value[0], str)
     return {key: np.array(value) if numbers(value) else value for key, value in metadata.items()}
 
@@ -311,7 +291,7 @@ def _string(text: str) -> bytes:
 
 
 def _items(values: list) -> tuple[int, bytes]:
-    """Encode the elements of a list; return (GGUF's number of their type, their bytes)."""
+    """Return GGUF's number of the elements' type, and their bytes."""
     if values and isinstance(values[0], str):
         return _STRING, b"".join(map(_string, values))
     for type_, kind, form in ((bool, _BOOL, "?"), (int, _INT32, "i")):

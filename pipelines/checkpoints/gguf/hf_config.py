@@ -53,7 +53,7 @@ _GLM_SIZES = (47, 154880)
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Return the rules that convert this file's architecture to HF's config and tensor names."""
+    """Return the row of `ARCHITECTURES` for a file."""
     name = architecture_name(file)
     softmax = name == "deepseek2" and not _chooses_by_sigmoid(file)
     experts = file.metadata.get("llama.expert_count")
@@ -70,7 +70,6 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def _chooses_by_sigmoid(file: GgufFile) -> bool:
-    """Return whether a deepseek2 model chooses experts by a sigmoid instead of a softmax."""
     metadata, embedding = Metadata(file), file.tensors.get("token_embd.weight")
     is_glm = embedding is not None and (metadata.integer("block_count"), embedding.shape[0]) == _GLM_SIZES
     gating = metadata.integer("expert_gating_func", 0) or (2 if is_glm else 1)
@@ -80,7 +79,7 @@ def _chooses_by_sigmoid(file: GgufFile) -> bool:
 
 
 def encoding_of(file: GgufFile) -> Encoding | None:
-    """Return the pooling of an embedding model, and its dense layers; None for other models."""
+    """Return the pooling and dense layers of an embedding model; None for other models."""
     metadata = Metadata(file)
     kind = metadata.integer("pooling_type", 0)
     if not kind:
@@ -93,7 +92,7 @@ def encoding_of(file: GgufFile) -> Encoding | None:
 
 
 def hf_config(file: GgufFile) -> dict:
-    """Return the content of the model's config.json, built from the metadata of a GGUF file."""
+    """Return the content of the model's config.json."""
     row, metadata = architecture_of(file), Metadata(file)
     config: dict = {"model_type": row.model_type, **row.constants}
     for names, read in ((row.ints, metadata.integer), (row.floats, metadata.real)):
@@ -130,7 +129,7 @@ def hf_config(file: GgufFile) -> dict:
 
 
 def sampling_config(file: GgufFile) -> dict[str, float]:
-    """Return a GGUF file's default sampling options, with the keys of generation_config.json."""
+    """Return a file's default sampling options, with the keys of generation_config.json."""
     metadata = Metadata(file, _SAMPLING)
     found = {own: value for key, own in _SAMPLING_KEYS.items() if (value := metadata.real(key)) is not None}
     if "repetition_penalty" in found:
@@ -140,7 +139,7 @@ def sampling_config(file: GgufFile) -> dict[str, float]:
 
 
 def sampling_metadata(generation: Mapping) -> dict[str, int | float]:
-    """Return the GGUF metadata for the sampling options in a generation_config.json."""
+    """Return GGUF metadata for the sampling options of a generation_config.json."""
     greedy = generation.get("do_sample") is False
     keys = [_PENALTY, _PENALISED] if greedy else _SAMPLING_KEYS
     stated = {key: generation.get(_SAMPLING_KEYS[key]) for key in keys}

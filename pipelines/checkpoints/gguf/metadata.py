@@ -17,10 +17,9 @@ _SILENT_KEYS |= {f"dense_{n}_feat_{end}" for n in (2, 3) for end in ("in", "out"
 
 
 class Metadata:
-    """Reads the metadata of a GGUF file whose keys start with a prefix, and checks their types.
+    """The metadata of a GGUF file under a prefix, by default the architecture's, such as `llama.`.
 
-    The default prefix is the name of the file's architecture, such as `llama.`. The methods take
-    keys without the prefix: `context_length` for `llama.context_length`.
+    Methods take keys without the prefix. `default` is for a key that the file lacks.
     """
 
     def __init__(self, file: GgufFile, prefix: str | None = None):
@@ -29,17 +28,16 @@ class Metadata:
         self._read: set[str] = set()  # `unread` lists the other keys
 
     def error(self, message: str) -> CheckpointError:
-        """Return the error `<path of the file>: <message>`."""
         return CheckpointError(f"{self.file.path}: {message}")
 
     def invalid(self, key: str, wanted: str) -> CheckpointError:
-        """Return the error `<key> is <its value>, not <wanted>`; wanted: what a valid value is."""
+        """Return the error for a value that is not `wanted`."""
         value = self.get(key)
         stated = shorten(value.tolist() if isinstance(value, np.ndarray) else value, 40)
         return self.error(f"{self.prefix}{key} is {stated}, not {wanted}; convert the model again")
 
     def get(self, key: str, default=None):
-        """Return the value of a key without a check; `default` if the file lacks the key."""
+        """Return the value of a key without a check of its type."""
         self._read.add(key)
         return self.file.metadata.get(self.prefix + key, default)
 
@@ -52,45 +50,34 @@ class Metadata:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int | None:
-        """Return the non-negative integer under a key; `default` if the file lacks the key.
-
-        An array of equal integers counts as one integer.
-        """
+        """Return an integer of at least 0; an array of equal numbers counts as one."""
         value = self._typed(key, numbers.Integral, "an integer", default)
         if value is not None and value < 0:
             raise self.invalid(key, "an integer of at least 0")
         return value
 
     def real(self, key: str, default: float | None = None) -> float | None:
-        """Return the finite number under a key; `default` if the file lacks the key.
-
-        An array of equal numbers counts as one number.
-        """
+        """Return a finite number; an array of equal numbers counts as one."""
         value = self._typed(key, numbers.Real, "a number", default)
         if value is not None and not math.isfinite(value):
             raise self.invalid(key, "a finite number")
         return None if value is None else float(value)
 
     def string(self, key: str, default: str | None = None) -> str | None:
-        """Return the string under a key; `default` if the file lacks the key."""
         return self._typed(key, str, "a string", default)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return the boolean under a key; `default` if the file lacks the key."""
         return self._typed(key, bool, "true or false", default)
 
     def required(self, key: str) -> int:
-        """Return the positive integer under a key; CheckpointError if the file lacks the key."""
+        """Return a positive integer; CheckpointError if the file lacks the key."""
         value = self.integer(key)
         if not value:
             raise self.error(f"metadata key {self.prefix}{key} is {'missing' if value is None else 0}; download the file again")
         return value
 
     def by_layer(self, key: str) -> list[int]:
-        """Return the numbers under a key, one for each layer.
-
-        If the file has a single number, it applies to all layers.
-        """
+        """Return a number for each layer; a single number applies to all."""
         blocks, stated = self.required("block_count"), self.get(key)
         found = [stated] * blocks if isinstance(stated, int) else np.asarray(stated).tolist()
         if not isinstance(found, list) or len(found) != blocks or not all(isinstance(n, int) and n >= 0 for n in found):
@@ -98,15 +85,11 @@ class Metadata:
         return found
 
     def has(self, layer: int, leaf: str) -> bool:
-        """Return whether the file has a tensor `blk.<layer>.<leaf>`, as in `blk.0.attn_q.bias`."""
+        """Return whether the file has a tensor such as `blk.0.attn_q.bias`."""
         return f"blk.{layer}.{leaf}" in self.file.tensors
 
     def unread(self) -> list[str]:
-        """Return the metadata keys that have not been read with `get` or another method.
-
-        A model with such keys is rejected, because they may change the logits. A few keys that need
-        no such check are not returned.
-        """
+        """Return the keys that no method has read; they might change the logits."""
         own = (key for key in self.file.metadata if key.startswith(self.prefix))
         return sorted(key for key in own if key.removeprefix(self.prefix) not in self._read | _SILENT_KEYS)
 

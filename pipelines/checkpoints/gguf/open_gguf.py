@@ -1,7 +1,6 @@
 """Open a GGUF file as a Checkpoint, with HF's tensor names and HF's order of rows.
 
-llama.cpp's converter reorders the rows of some tensors. Reading such a tensor here restores HF's
-order.
+llama.cpp's converter reorders the rows of some tensors; reading them restores HF's order.
 """
 
 import re
@@ -32,7 +31,7 @@ _NAMED = re.compile(r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<leaf>.+)\.(?P<suffix>wei
 
 
 def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
-    """Open a GGUF file; ignore_keys: metadata keys to leave out."""
+    """Open a GGUF file, without the metadata keys `ignore_keys`."""
     file = read_gguf(path)
     file = replace(file, metadata=without(file.metadata, ignore_keys, path), tensors=scaled(path, file.tensors))
     kind = file.metadata.get("general.type")
@@ -70,14 +69,7 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
 
 
 def scaled(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a copy of `tensors` with NVFP4 weights multiplied by their separate scales.
-
-    The scale of `x.weight` is the tensor `x.scale`: one number, or one number per expert. It is
-    removed from the result, and so is `x.input_scale`, because castiron does not quantise
-    activations to FP4.
-
-    path: the GGUF file, for error messages. tensors: {name: tensor}.
-    """
+    """Return the tensors with NVFP4 weights multiplied by `*.scale`, a number or one per expert."""
     found = dict(tensors)
     for name, tensor in tensors.items():
         if tensor.codec == "nvfp4" and name.endswith(".weight"):
@@ -97,12 +89,7 @@ def _times(path: Path, tensor: Tensor, scale: Tensor) -> Tensor:
 
 
 def hf_tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Tensor]:
-    """Return the tensors of a GGUF file with HF's names and HF's order of rows and columns.
-
-    A tensor for which castiron knows no HF name keeps its GGUF name; a later check rejects it.
-
-    row: the conversion rules of the file's architecture. config: the model's config.json.
-    """
+    """Return the tensors with HF's names and order; one without an HF name is rejected later."""
     tensors: dict[str, Tensor] = {}
     for stored in file.tensors.values():
         # Skip blocks after the last layer, which are for multi-token prediction: castiron does not run it.
@@ -183,12 +170,7 @@ def _minus_one(tensor: Tensor) -> Tensor:
 
 
 def _vector(tensor: Tensor, order: np.ndarray | None) -> Tensor:
-    """Return a tensor of a GGUF file as an f32 vector in HF's order.
-
-    order: element i of the result is element order[i] of `tensor`; None for the same order.
-
-    Mamba's A_log is also converted: the file stores -exp(A_log).
-    """
+    """Return a tensor as an f32 vector in HF's order; GGUF stores -exp(A_log) for Mamba's A_log."""
 
     def read() -> np.ndarray:
         values = tensor.dequantise().reshape(-1)
@@ -218,14 +200,9 @@ def _joined(file: GgufFile, parts: list[Tensor], name: str) -> Tensor:
 
 
 def _joined_key_values(file: GgufFile, keys: Tensor, values: Tensor, name: str) -> Tensor:
-    """Join the key and value matrices of latent attention (MLA) to HF's `kv_b_proj`.
+    """Join the keys [heads, latent, k] and values [heads, v, latent] of MLA to HF's kv_b_proj.
 
-    keys: [heads, latent, k]; k is the size of a key in one head.
-    values: [heads, v, latent]; v is the size of a value in one head.
-    name: HF's name of the result, which is [heads * (k + v), latent].
-
-    Quantised matrices are converted to f32, because a quantised block of `keys` spans several rows
-    of the result.
+    Quantised ones become f32, because a block of `keys` spans several rows of the result.
     """
     if (len(keys.shape), len(values.shape)) != (3, 3) or keys.shape[:2] != values.shape[::2]:
         k, v = (f"{shorten_text(tensor.source)} {list(tensor.shape)}" for tensor in (keys, values))
@@ -242,14 +219,7 @@ def _joined_key_values(file: GgufFile, keys: Tensor, values: Tensor, name: str) 
 
 
 def value_head_order(row: Architecture, config: dict, leaf: str) -> np.ndarray | None:
-    """Return how llama.cpp's converter reorders the value heads of a linear-attention tensor.
-
-    The result is an array of indices. Element i is the index, in the GGUF tensor, of row (or
-    column) i of the HF tensor. The result is None if the converter does not reorder this tensor.
-
-    row: the conversion rules of the architecture. leaf: the tensor's GGUF name without the block,
-    such as `attn_qkv` for `blk.0.attn_qkv`.
-    """
+    """Return the index in a GGUF tensor of each HF row or column; None if they are equal."""
     kind = row.tiled.get(leaf.partition(".")[0])
     keys, values = config.get("linear_num_key_heads", 1), config.get("linear_num_value_heads", 1)
     if kind is None or keys in (1, values):
@@ -261,15 +231,7 @@ def value_head_order(row: Architecture, config: dict, leaf: str) -> np.ndarray |
 
 
 def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Return which rows of a GGUF tensor belong to which HF tensor, as {HF name: row indices}.
-
-    Some GGUF tensors of linear attention contain several HF tensors. Their rows are in groups, one
-    group for each key head, and a group has rows of each HF tensor.
-
-    parts: {HF name: letters}, in the order of the rows in a group. Each letter stands for
-        consecutive rows: "k" for as many as a key has features, "v" for as many as all values of
-        the key head have features, "h" for one row per value head. "kkv", for example, is Q, K, V.
-    """
+    """Return the rows of each HF tensor in a GGUF tensor; `parts` as in `Architecture.grouped`."""
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     sizes = {"h": values // keys, "k": config["linear_key_head_dim"], "v": values // keys * config["linear_value_head_dim"]}
     ends = np.cumsum([sizes[letter] for letters in parts.values() for letter in letters])
@@ -278,13 +240,7 @@ def key_head_parts(config: dict, parts: Mapping[str, str]) -> dict[str, np.ndarr
 
 
 def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iterator[Tensor]:
-    """Permute the columns of a matrix: column i of the result is column order[i] of `tensor`.
-
-    Yields the permuted matrix. The columns of a quantised matrix cannot be permuted if a
-    quantisation block spans two heads (a head has `head_dim` columns). In this case, the function
-    yields two tensors: the unchanged `tensor`, and the permutation. The compiled model then
-    permutes the activations instead.
-    """
+    """Yield a matrix with reordered columns or, if a block spans heads, with its column order."""
     block = CODECS[tensor.codec].block
     if head_dim % block:
         values = np.argsort(order).astype("<f4")
@@ -301,12 +257,7 @@ def _reordered_columns(tensor: Tensor, order: np.ndarray, head_dim: int) -> Iter
 
 
 def _stacked(tensor: Tensor, hf_names: str | tuple[str, ...], prefix: str, suffix: str) -> Iterator[Tensor]:
-    """Split a GGUF tensor that has the matrices of all experts; yield HF tensors for each expert.
-
-    hf_names: HF's name of one expert's matrix, with `{}` for the expert's index. If there are
-        several names, such as gate and up, an expert's rows are divided equally between them.
-    prefix, suffix: start and end of the complete HF names, such as "model.layers.0." and "weight".
-    """
+    """Split a tensor with the matrices of all experts into HF's tensors."""
     names = (hf_names,) if isinstance(hf_names, str) else hf_names
     shape = tensor.shape[1:]
     if len(names) > 1:
@@ -319,10 +270,7 @@ def _stacked(tensor: Tensor, hf_names: str | tuple[str, ...], prefix: str, suffi
 
 
 def _unpermuted(path: Path, tensor: Tensor, heads: int) -> Tensor:
-    """Undo llama.cpp's reordering of a Q or K weight, which is for interleaved rotary embeddings.
-
-    The rows are reordered from [heads, d / 2, 2] to [heads, 2, d / 2]; d is the size of a head.
-    """
+    """Undo llama.cpp's reordering of rows from [heads, 2, d / 2] to [heads, d / 2, 2]."""
     out = tensor.shape[0]
     if out % (2 * heads):
         raise CheckpointError(

@@ -36,7 +36,7 @@ def tokenizer_json(file: GgufFile) -> dict | None:
 
 
 def lacks_pre_tokenizer(file: GgufFile) -> bool:
-    """Return whether the file does not name its pre-tokenizer; llama.cpp's default is used then."""
+    """Return whether a BPE file names no pre-tokenizer, so that llama.cpp's default is used."""
     vocabulary = Vocabulary(file)
     return vocabulary.model == "gpt2" and not vocabulary.string("pre")
 
@@ -103,7 +103,6 @@ def _sentencepiece(vocabulary: Vocabulary, gemma4: bool) -> dict:
 
 
 def _raw_steps(adds_prefix: bool) -> dict[str, dict]:
-    """Return the steps for tokens that are plain text; adds_prefix: add a space before it."""
     normalize = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
     decode = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
@@ -120,14 +119,7 @@ def _raw_steps(adds_prefix: bool) -> dict[str, dict]:
 
 
 def _merges_of_vocabulary(vocabulary: Vocabulary, tokens: list[str], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Compute the BPE merges of a SentencePiece tokenizer from its tokens; the file has no merges.
-
-    Returns pairs (left, right), highest priority first. A merge has the priority of the token that
-    it produces, left + right. For Gemma, tokens with lower ids have priority; for other models,
-    tokens with higher scores.
-
-    tokens: the text of each token. ids: {text: token id}.
-    """
+    """Compute merges from tokens: by score or, for Gemma, by id of the token that a merge makes."""
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
         raise vocabulary.error(
             f"the texts of the {len(tokens):,} tokens are too long for a SentencePiece vocabulary; download the file again"
@@ -153,11 +145,7 @@ def _tokenizer(vocabulary: Vocabulary, *, adds_bos: bool | None, **parts: Any) -
 
 
 def _post_processor(vocabulary: Vocabulary, adds_bos: bool | None) -> dict | None:
-    """Return the post_processor of tokenizer.json, which adds BOS and EOS; None if it adds neither.
-
-    adds_bos: whether to add BOS if the metadata have no key add_bos_token. None: do not add BOS,
-        whatever the metadata say.
-    """
+    """Return the step that adds BOS and EOS, or None. With adds_bos None, BOS is not added."""
     adds_bos = adds_bos is not None and vocabulary.flag("add_bos_token", adds_bos)
     sides = (adds_bos, "bos"), (vocabulary.flag("add_eos_token", False), "eos")
     before, after = ([token] if adds and (token := vocabulary.token(role)) is not None else [] for adds, role in sides)

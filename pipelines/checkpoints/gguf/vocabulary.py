@@ -1,4 +1,4 @@
-"""The special tokens of a GGUF file: their roles, the tokens that end an answer, and their flags.
+"""The tokens of a GGUF file: their roles, those that end an answer, and their flags.
 
 A file often names only one end token. As in llama.cpp (llama-vocab.cpp), other tokens are
 recognised by their texts.
@@ -68,11 +68,9 @@ _JINA_V2 = ("jina-v2-de", "jina-v2-es", "jina-v2-code")
 
 
 class Vocabulary(Metadata):
-    """Reads the metadata of a tokenizer.
+    """The metadata of a tokenizer.
 
-    Attributes:
-        model: the kind of tokenizer, such as "gpt2"; None if the file has no tokenizer.
-        tokens: the texts of the tokens, by id.
+    model: the kind of tokenizer, such as "gpt2"; None if the file has none. tokens: texts by id.
     """
 
     def __init__(self, file: GgufFile):
@@ -101,7 +99,6 @@ class Vocabulary(Metadata):
         return value
 
     def types(self) -> list[int]:
-        """Return the type of each token, by default `NORMAL`."""
         types = self.numbers("token_type")
         return [NORMAL] * len(self.tokens) if types is None else types.tolist()
 
@@ -113,7 +110,7 @@ class Vocabulary(Metadata):
         return None if number is None else self.tokens[number]
 
     def role_ids(self) -> dict[str, int]:
-        """Return the ids of tokens by role, such as "bos"."""
+        """Return ids by role, such as "bos"."""
         stated = {role: self.integer(f"{role}_token_id") for role in _ROLES}
         found = {role: number for role, number in stated.items() if number is not None}
         defaults = _DEFAULT_IDS.get(self.model or "", {})
@@ -126,19 +123,18 @@ class Vocabulary(Metadata):
 
 
 def special_tokens(file: GgufFile) -> dict[str, str]:
-    """Return the texts of the special tokens for the chat template, by name, such as "bos_token"."""
+    """Return the texts of special tokens for the chat template, by names such as "bos_token"."""
     vocabulary = Vocabulary(file)
     ids, tokens = vocabulary.role_ids(), vocabulary.tokens
     return {name: tokens[ids[role]] for role, name in TEMPLATE_NAMES.items() if ids.get(role, len(tokens)) < len(tokens)}
 
 
 def _found(vocabulary: Vocabulary) -> dict[str, int]:
-    """Return the ids of the tokens whose texts are in `_TEXTS`, by text."""
     return {text: number for number, text in enumerate(vocabulary.tokens) if text in _TEXTS}
 
 
 def fim_token_ids(file: GgufFile) -> dict[str, int]:
-    """Return the ids of the FIM tokens that the file names, by role, such as "suf" (suffix)."""
+    """Return the fill-in-the-middle tokens that the file names, by role, such as "suf"."""
     metadata = Metadata(file, PREFIX)
     found = {role: [metadata.integer(f"{key}_token_id") for key in (f"fim_{role}", old)] for role, old in _FIM.items()}
     return {role: number for role, numbers in found.items() for number in reversed(numbers) if number is not None}
@@ -150,10 +146,7 @@ def _all_fim_ids(vocabulary: Vocabulary, found: Mapping[str, int]) -> dict[str, 
 
 
 def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
-    """Return the ids of the tokens that end an answer, those that the file names first.
-
-    They are those of llama.cpp's llama_vocab_is_eog.
-    """
+    """Return the ids that end an answer, as llama_vocab_is_eog; those that the file names first."""
     vocabulary = Vocabulary(file)
     roles, found = vocabulary.role_ids(), _found(vocabulary)
     fim = _all_fim_ids(vocabulary, found)
@@ -168,10 +161,7 @@ def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
 
 
 def added_tokens(vocabulary: Vocabulary, merges: Iterable[Sequence[str]]) -> Iterator[dict]:
-    """Yield the added_tokens of tokenizer.json.
-
-    merges: pairs of texts. A token that they produce is not special because of its text alone.
-    """
+    """Yield added_tokens; one that `merges` produce is not special for its text alone."""
     roles, found = set(vocabulary.role_ids().values()), _found(vocabulary)
     by_text = {*eos_token_ids(vocabulary.file), *_all_fim_ids(vocabulary, found).values()}
     merged = {text for left, right in merges if (text := left + right) in found}

@@ -1,1 +1,1 @@
-"""Read HF directories: config, safetensors, tokenizer files, quantised weights, sentence encoders."""
+"""Read HF directories: config, safetensors, tokenizer files, quantised weights, encoders."""

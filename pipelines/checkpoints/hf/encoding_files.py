@@ -29,14 +29,7 @@ _EMBEDDING = "sentence_embedding"
 
 
 def read_encoding(path: Path, config: dict) -> Encoding | None:
-    """Read how a sentence-transformers model computes a vector from the transformer's output.
-
-    Returns the pooling, the layers after it, the max tokens of a text, and the prompts: texts to
-    put before a query or a document. The result is None for models without modules.json, the list
-    of these layers.
-
-    path: directory of the model. config: its config.json.
-    """
+    """Read a sentence-transformers model's pooling and layers; None without modules.json."""
     found = json_value(path / MODULES)
     if found is None:
         return None
@@ -71,7 +64,7 @@ def read_encoding(path: Path, config: dict) -> Encoding | None:
 
 
 def module_files(path: Path) -> list[str]:
-    """Return the files of the modules after the transformer: config, and weights of Dense layers."""
+    """Return the files of the modules after the transformer: configs, weights of Dense layers."""
     found = json_value(path / MODULES)
     modules = [_module(path, entry) for entry in (found if isinstance(found, list) else [])]
     configs = [f"{folder}/config.json" for kind, folder in modules if kind in ("Pooling", "Dense")]
@@ -79,7 +72,6 @@ def module_files(path: Path) -> list[str]:
 
 
 def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
-    """Return the texts to put before an input, by name, and the name of the default one."""
     stated = json_object(path / _PROMPTS) or {}
     texts, default = stated.get("prompts") or {}, stated.get("default_prompt_name")
     if not isinstance(texts, dict):
@@ -141,27 +133,17 @@ def _config(folder: Path) -> dict:
 
 
 def tokenizer_limit(path: Path) -> int | None:
-    """Return the max tokens of a text from tokenizer_config.json; None if it has no such limit."""
+    """Return the max tokens of a text from tokenizer_config.json; None without a limit."""
     return _tokens((json_object(path / "tokenizer_config.json") or {}).get("model_max_length"))
 
 
 def _tokens(value: Any) -> int | None:
-    """Return `value` if it is a valid max number of tokens, else None.
-
-    `value` is from a JSON file, in which 1e30 means "no limit".
-    """
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
 
 
 @dataclass(frozen=True)
 class Head:
-    """The layers after the transformer in the rerankers of one model family, such as BERT.
-
-    modules: {HF's name of a layer: name of the layer in the compiled model}.
-    pooling: function that takes a model's config, and returns the pooling and the layers after it.
-    types: whether the model distinguishes the two texts of a pair (query and document) by token
-        type ids, 0 and 1.
-    """
+    """The layers after the transformer in a family's rerankers; modules: their names by HF's."""
 
     modules: Mapping[str, str]
     pooling: Callable[[dict], Pooling]
@@ -213,13 +195,7 @@ QWEN3_PROMPT = (
 
 
 def reranker_template(path: Path, config: dict, template: str | None) -> str | None:
-    """Return the chat template that renders a reranker's query and document, or None.
-
-    This is the checkpoint's own template or, for the first versions of Qwen3's rerankers, the
-    prompt of their model card.
-
-    path: directory of the model. config: its config.json. template: its chat template.
-    """
+    """Return the template of a reranker's pairs: its own, or Qwen3's model card's; else None."""
     limits = next((json_object(file) or {} for file in sorted(path.glob(_LIMITS))), {})
     if template is not None and (all(role.search(template) for role in _ROLES) or (path / MODULES).exists()):
         stated = limits.get("processing_kwargs")
@@ -238,11 +214,8 @@ def read_token_reranker(
 ) -> Encoding | None:
     """Return the pooling of a language model that scores by yes and no; None for other models.
 
-    The score is the logit of "yes" minus that of "no", which is one linear layer, as in
-    sentence-transformers' LogitScore and vLLM.
-
-    path: directory of the model. config: its config.json. tensors: its tensors, by castiron's
-    names. tokenizer: content of tokenizer.json. template: what `reranker_template` returns.
+    The score is the logit of "yes" minus that of "no", one linear layer (sentence-transformers'
+    LogitScore, vLLM). template: from `reranker_template`.
     """
     stated = json_value(path / MODULES)
     folders = [_module(path, entry) for entry in (stated if isinstance(stated, list) else [])]
@@ -275,12 +248,7 @@ def read_token_reranker(
 
 
 def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> Encoding | None:
-    """Return the pooling and classification layers of a reranker; None for other models.
-
-    A reranker is an HF sequence classifier with one label, the relevance of a document to a query.
-
-    path: directory of the model. config: its config.json. stored: its tensors, by HF's names.
-    """
+    """Return the pooling of an HF sequence classifier with one label; None for other models."""
     kind = _architecture(config)
     if not kind.endswith("ForSequenceClassification"):
         return None

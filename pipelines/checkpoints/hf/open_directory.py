@@ -47,7 +47,7 @@ _MAX_NAME = 255
 
 
 def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
-    """Return the checkpoint in the directory `path`; ignore_keys: config keys to leave out."""
+    """Return the checkpoint in a directory, without the config keys `ignore_keys`."""
     full_config = json_object(path / CONFIG)
     if full_config is None:
         raise CheckpointError(f"{path} has no config.json; give a directory as HF's save_pretrained writes it")
@@ -107,20 +107,13 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
 
 
 def small_files(names: Iterable[str]) -> list[str]:
-    """Return the files of a repository that `open_hf_directory` opens.
-
-    The result lacks files that one of them lists: `shards_of` and `module_files`.
-    """
+    """Return the files of a repository that are read, except those that one of them lists."""
     is_read = lambda name: any(fnmatchcase(name, p) and name.count("/") == p.count("/") for p in _SMALL_FILES)
     return [name for name in names if is_read(name)]
 
 
 def shards_of(path: Path) -> dict[str, list[str] | None]:
-    """Return {file name: names of the tensors in it} for the safetensors files of a model.
-
-    The names come from the model's index file. A model without an index file consists of one
-    safetensors file; then the result is {"model.safetensors": None}.
-    """
+    """Return the names of tensors by safetensors file; None for a model without an index."""
     if (path / SINGLE).exists():
         return {SINGLE: None}
     index = json_object(path / INDEX)
@@ -140,10 +133,7 @@ def shards_of(path: Path) -> dict[str, list[str] | None]:
 
 
 def quantization_config(path: Path, config: dict) -> dict | None:
-    """Return the quantization_config of a config, or of its `text_config`; None if both lack it.
-
-    Early versions of ModelOpt write it to a file of its own.
-    """
+    """Return the config's, its text_config's or ModelOpt's quantization_config, or None."""
     for own in (config, config.get("text_config")):
         if isinstance(own, dict) and isinstance(found := own.get("quantization_config"), dict):
             return found
@@ -168,7 +158,6 @@ def tensors_of(path: Path, is_quantised: bool) -> dict[str, Tensor]:
 
 
 def _token_ids(path: Path, key: str, *sources: dict) -> tuple[int, ...]:
-    """Return the ids of the first source that has the key."""
     value = next((source[key] for source in sources if source.get(key) is not None), [])
     tokens = value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
@@ -179,8 +168,8 @@ def _token_ids(path: Path, key: str, *sources: dict) -> tuple[int, ...]:
 def _end_tokens(path: Path, generation: dict, configs: Sequence[dict], tokenizer: HfTokenizer) -> tuple[int, ...]:
     """Return the ids of generation_config.json, of the tokenizer and of config.json.
 
-    In many files, config.json has the default id of HF's class, which may be an ordinary token. So
-    its ids count only for added tokens, unless there are no others.
+    In many files the last is the default of HF's class, perhaps an ordinary token. So it counts
+    only if it is an added token, or there are no others.
     """
     vocab = configs[-1].get("vocab_size")
     fits = lambda token: not isinstance(vocab, int) or token < vocab

@@ -1,7 +1,6 @@
 """The names of quantisation methods in configs, and the layouts of weights that they stand for.
 
-Some libraries write the layout of another one: AutoRound's tensors are those of GPTQ, AWQ or
-compressed-tensors.
+Some libraries write the layout of another one: AutoRound's is GPTQ's, AWQ's or compressed-tensors'.
 """
 
 import json
@@ -44,11 +43,7 @@ _DESCRIBED = (
 
 
 def weights_of(config: Mapping) -> Mapping:
-    """Return how compressed-tensors quantised the weights: their bits, group size and so on.
-
-    config: the quantization_config. The result is the entry `weights` of its first config group; {}
-    for other quantisation methods.
-    """
+    """Return how compressed-tensors quantised weights, from its first config group; else {}."""
     groups = config.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     weights = first.get("weights") if isinstance(first, dict) else None
@@ -64,13 +59,9 @@ def describe(config: Mapping) -> str:
 
 
 def layout_of(path: Path, config: Mapping) -> dict:
-    """Return a quantization_config with the quant_method that has the layout of the tensors.
+    """Return a config whose quant_method is the layout of the tensors, if it is supported.
 
-    For GPTQ, `checkpoint_format` in the result is the version of zero points, a key of ZERO_POINTS,
-    or None if the config does not name it.
-
-    path: the checkpoint, for error messages. Raises CheckpointError for an unsupported method or
-    format.
+    For GPTQ, checkpoint_format is a key of ZERO_POINTS, or None if the config does not name it.
     """
     method = config.get("quant_method")
     method = _SYNONYMS.get(method, method) if isinstance(method, str) else method

@@ -1,10 +1,8 @@
 """Read the quantised weights of HF directories, as their `quantization_config` describes them.
 
-Tensors such as `q_proj.qweight`, `q_proj.scales` and `q_proj.qzeros` become one tensor
-`q_proj.weight`, in a quantisation of `emitter.codecs.scaled` that has the same codes, scales and
-zero points.
-The bits of a code and the group size follow from the shapes of the tensors. A layer that has a
-plain `weight` instead of such tensors is not quantised.
+Tensors such as `q_proj.qweight`, `q_proj.scales` and `q_proj.qzeros` become one `q_proj.weight`
+[out, in] in a codec of `emitter.codecs.scaled` with the same codes, scales and zero points. Bits
+and group size follow from shapes. A layer with a plain `weight` is not quantised.
 
 Sources of the layouts: compressed-tensors (compressors/pack_quantized), GPTQModel
 (nn_modules/qlinear/torch.py), AutoAWQ (utils/packing_utils.py), bitsandbytes (functional.py),
@@ -54,13 +52,7 @@ _BLOCK = (128, 128)
 
 @dataclass(frozen=True)
 class Stored:
-    """The stored tensors of one quantised weight: its codes, scales and so on.
-
-    path: the checkpoint, for error messages.
-    name: name of the weight, such as model.layers.0.mlp.up_proj.weight.
-    config: the quantization_config.
-    parts: {end of a tensor's name, such as "qweight": tensor}.
-    """
+    """The tensors of one quantised weight, by the ends of their names, such as "qweight"."""
 
     path: Path
     name: str
@@ -76,12 +68,7 @@ class Stored:
         return tensor
 
     def scales(self, part: str) -> Tensor:
-        """Return the stored tensor of the weight's scales as a matrix; a vector [n] becomes [n, 1].
-
-        ModelOpt's scales of blocks, [n, 1, m, 1], become [n, m].
-
-        part: end of the tensor's name, such as "weight_scale".
-        """
+        """Return scales as a matrix; [n] becomes [n, 1], and ModelOpt's [n, 1, m, 1] [n, m]."""
         tensor = self[part]
         if len(tensor.shape) == 4 and tensor.shape[1] == tensor.shape[3] == 1:
             tensor = replace(tensor, shape=tensor.shape[::2])
@@ -102,17 +89,12 @@ class Stored:
         transposed: bool = False,
         order: np.ndarray | None = None,
     ) -> tuple[Tensor, ...]:
-        """Combine codes, scales and zero points to one quantised weight, [out, in].
+        """Return the weight [out, in] and, with an `order`, its column order.
 
         kind: type of the codes, such as "int4" or "nf4".
-        shape: (out, in).
         scales: one for each group or block, [out, groups], or [groups, out] if `transposed`.
-        codes: function that returns the codes, u8 [out, in].
-        zeros: function that returns the zero points, i8 in the shape of `scales`.
-        order: permutation of the columns that makes groups contiguous. Column i of the weight is
-            column order[i] of the codes.
-
-        Returns the weight and, if `order` is given, a second tensor with `order`, f32 [in].
+        codes: returns u8 [out, in]. zeros: returns the zero points, i8 in the shape of `scales`.
+        order: permutation of the columns of the codes that makes groups contiguous.
         """
         found = scales.shape[::-1] if transposed else scales.shape
         rows, columns = self._group(found, shape)
@@ -141,14 +123,7 @@ class Stored:
         return weight, Tensor(name, (shape[1],), "f32", scales.source, lambda: order.astype("<f4").view(np.uint8))
 
     def order(self, part: str, inner: int, groups: int) -> np.ndarray | None:
-        """Return a permutation of the columns that makes the quantisation groups contiguous.
-
-        The result is None if they are contiguous already.
-
-        part: end of the name of the tensor that has each column's group index, such as "g_idx". If
-            the weight has no such tensor, its groups are contiguous.
-        inner: number of columns. groups: number of groups.
-        """
+        """Return the column order that makes the groups in `part` contiguous; None if they are."""
         if (tensor := self.parts.get(part)) is None:
             return None
         indices = tensor.data.view("<i4").reshape(-1) if tensor.codec == "I32" else np.zeros(0, np.int32)
@@ -170,18 +145,16 @@ class Stored:
 
 
 def block_of(config: Mapping) -> tuple[int, int]:
-    """Return (rows, columns) of a block of an FP8 weight; the elements of a block share a scale."""
+    """Return (rows, columns) of a block of FP8 that shares a scale."""
     sizes = config.get("weight_block_size") or weights_of(config).get("block_structure") or _BLOCK
     is_valid = isinstance(sizes, list | tuple) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
     return tuple(sizes) if is_valid else _BLOCK
 
 
 def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
-    """Unpack an i32 tensor [n, m] to u8; each i32 has several numbers of 4 or 8 bits.
+    """Unpack an i32 tensor [n, m] of numbers of 4 or 8 bits, lowest bits first, to u8.
 
-    The first number is in the lowest bits. By default, the numbers of an i32 are consecutive in a
-    row, and the result is [n, m * 32 / bits]. If `by_rows`, they are consecutive in a column, and
-    the result is transposed: [m, n * 32 / bits].
+    The result is [n, m * 32 / bits]; by rows, as a word spans rows, [m, n * 32 / bits].
     """
     words = tensor.data.reshape(*tensor.shape, 4)
     packed = np.ascontiguousarray(words.swapaxes(0, 1) if by_rows else words)
@@ -190,22 +163,15 @@ def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
 
 
 def _codes(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Convert unsigned quantised values, u8, to the form in which castiron stores them.
-
-    An 8-bit value n becomes the signed byte n - 128. A 4-bit value remains unsigned.
-    """
+    """Return unsigned values as stored codes: 8 bits become signed bytes."""
     return numbers ^ np.uint8(128) if bits == 8 else numbers
 
 
 def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
-    """Convert a GPTQ or AWQ weight to one quantised tensor [out, in].
+    """Convert a GPTQ or AWQ weight, with the order of its columns.
 
-    If GPTQ reordered the columns (act-order), their permutation is returned as a second tensor.
-
-    stored: the tensors of the weight. Their shapes are
-        qweight: [in, out / 8] for AWQ, [in * bits / 32, out] for GPTQ
-        scales: [groups, out]
-        qzeros: [groups, out * bits / 32]
+    qweight: [in, out / 8] for AWQ, [in * bits / 32, out] for GPTQ; scales: [groups, out];
+    qzeros: [groups, out * bits / 32].
     """
     is_awq = stored.config["quant_method"] == "awq"
     qweight, qzeros, scales = stored["qweight"], stored["qzeros"], stored.scales("scales")
@@ -262,12 +228,9 @@ def _is_symmetric(stored: Stored) -> bool | None:
 
 
 def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
-    """Convert a pack-quantized weight of compressed-tensors to one quantised tensor [out, in].
+    """Convert a pack-quantized weight of compressed-tensors, with the order of its columns.
 
-    If the columns are reordered (act-order), their permutation is returned as a second tensor.
-
-    stored: the tensors of the weight. An i32 of weight_packed has consecutive numbers of one row;
-        an i32 of weight_zero_point has consecutive numbers of one column.
+    An i32 of weight_packed has numbers of one row, of weight_zero_point numbers of one column.
     """
     if "weight_global_scale" in stored.parts:
         return _nvfp4(stored, "weight_packed", "weight_global_scale", is_divisor=True)
@@ -329,12 +292,10 @@ def _nvfp4(stored: Stored, part: str, of_tensor: str, is_divisor: bool) -> tuple
 
 
 def _bitsandbytes_4_bits(stored: Stored) -> tuple[Tensor, ...]:
-    """Convert an NF4 or FP4 weight of bitsandbytes to one quantised tensor [out, in].
+    """Convert an NF4 or FP4 weight of bitsandbytes.
 
-    bitsandbytes stores a scale (absmax) for each block of `blocksize` consecutive elements; a block
-    may continue in the next row. With double quantisation, the scales are quantised too: a scale is
-    an index (u8) into the table nested_quant_map, and each group of `nested_blocksize` scales has a
-    factor (nested_absmax).
+    absmax has a scale for each `blocksize` consecutive elements, across rows. With double
+    quantisation it is an index into nested_quant_map, times nested_absmax of `nested_blocksize`.
     """
     kind = next((kind for kind, name in _STATES.items() if name in stored.parts), "nf4")
     packed, state = stored["weight"], stored[_STATES[kind]]
@@ -382,10 +343,7 @@ def _bitsandbytes_4_bits(stored: Stored) -> tuple[Tensor, ...]:
 
 
 def _bitsandbytes_int8(stored: Stored) -> tuple[Tensor, ...]:
-    """Convert an int8 weight of bitsandbytes to a quantised tensor [out, in], with a scale per row.
-
-    The stored tensor SCB has the largest magnitude of each row, so the scale is SCB / 127.
-    """
+    """Convert an int8 weight of bitsandbytes; SCB has the largest magnitude of each row."""
     weight, largest = stored["weight"], stored.scales("SCB")
     read = lambda: (largest.data.view("<f4") / _LARGEST_INT8).view(np.uint8)
     scales = replace(largest, shape=(prod(largest.shape), 1), read=read)
@@ -434,17 +392,10 @@ _LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Stored], tuple[Tensor, ...]
 
 
 def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Combine the tensors of each quantised weight, such as `qweight` and `scales`, to one tensor.
+    """Return the tensors with those of each quantised weight combined, and counts of dropped ones.
 
-    config: the quantization_config. tensors: all tensors of the model, by name.
-
-    Returns:
-        1. All tensors, by name. A weight with reordered columns has a second tensor, named
-           `*.column_order`, with their permutation.
-        2. Counts of dropped tensors, which are scales of activations and of the KV cache: {end of
-           the name, such as "input_scale": count}.
-
-    Raises CheckpointError for an unsupported method, and for tensors with wrong shapes or types.
+    config: the quantization_config. Dropped are scales of activations and of the KV cache, counted
+    by the end of their names, such as "input_scale".
     """
     config = layout_of(path, config)
     dropped = Counter(match[1] for name in tensors if (match := _OF_ACTIVATIONS.fullmatch(name)))

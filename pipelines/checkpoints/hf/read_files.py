@@ -73,11 +73,9 @@ def json_object(path: Path) -> dict | None:
 
 
 def read_safetensors(path: Path, allow_parts: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file by name; their data are views of the mapped file.
+    """Return the tensors of a safetensors file; their data are views of the mapped file.
 
-    Tensors that castiron computes from the config, such as rotary frequencies, are left out.
-
-    allow_parts: whether to allow scalars, integers and FP8, which quantised weights consist of.
+    allow_parts: allow scalars, integers and FP8, of which quantised weights consist.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -1,8 +1,8 @@
 """Rename and rearrange the tensors of HF directories and adapters for castiron's model code.
 
-The code of a model family (`emitter.models`) reads matrices as [out, in], and one tensor for each
-expert. Some checkpoints store them differently; HF's `conversion_mapping` and modules show how. If
-a model has vision or audio, only its text part is read.
+The code of a family (`emitter.models`) reads matrices as [out, in], and one tensor for each expert;
+HF's `conversion_mapping` and modules show how checkpoints store them. Of a model with vision or
+audio, only the text part is read.
 """
 
 import re
@@ -47,12 +47,9 @@ _OTHERS = (
 
 
 def text_config(config: dict, names: Collection[str]) -> dict:
-    """Return the config of the text part of a multimodal model; for a text model, return `config`.
+    """Return the config of a multimodal model's text part; of another model, `config` itself.
 
-    In the result, tie_word_embeddings is true if it is true in `config` or in its text_config. If
-    neither has the key, it is true if the model has no tensor lm_head.weight.
-
-    names: names of the model's tensors.
+    names: of the tensors; without tie_word_embeddings, a model without lm_head.weight is tied.
     """
     inner, complete = config.get("text_config"), config["model_type"]
     if complete not in TEXT_PARTS or not isinstance(inner, dict):
@@ -65,14 +62,7 @@ def text_config(config: dict, names: Collection[str]) -> dict:
 
 
 def text_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Return the text tensors of a multimodal model, and the number of other tensors.
-
-    The text tensors get the names that they have in a text-only model. The others are dropped, and
-    counted by prefix: {"model.visual": 390}, for example. For a text-only model, all tensors are
-    returned unchanged.
-
-    model_type: HF's model_type. tensors: {name: tensor}.
-    """
+    """Return the text tensors with the names of a text model, and counts of others by prefix."""
     return text_part(tensors) if model_type in (*TEXT_PARTS, *_TEXT_ONLY) else (dict(tensors), {})
 
 
@@ -91,11 +81,7 @@ def text_part(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
 
 
 def base_names(tensors: Mapping[str, Tensor], prefixes: tuple[str, ...] = ("embed_tokens.weight",)) -> dict[str, Tensor]:
-    """Return the tensors with the prefix `model.` added to names that lack it.
-
-    The prefix is missing if a model was saved without its output head, for example as a Qwen3Model.
-    A name that starts with one of `prefixes` shows this.
-    """
+    """Add `model.` to names that lack it; a name starting with one of `prefixes` shows this."""
     if not any(name.startswith(prefixes) for name in tensors):
         return dict(tensors)
     named = {name: name if name.startswith(("lm_head.", "model.")) else f"model.{name}" for name in tensors}
@@ -111,10 +97,7 @@ def with_embedding(tensors: Mapping[str, Tensor], config: Mapping) -> dict[str, 
 
 
 def in_words(left_out: Mapping[str, int]) -> str:
-    """Return counts as text, such as `12 tensors of model.visual, 1 tensor of mtp`.
-
-    left_out: {prefix of the names of dropped tensors: number of these tensors}.
-    """
+    """Return `Checkpoint.left_out` as text: `12 tensors of model.visual, 1 tensor of mtp`."""
     return shorten_list([f"{count} tensor{'s' * (count != 1)} of {part}" for part, count in left_out.items()], max_length=500)
 
 
@@ -134,14 +117,9 @@ _ODD: Rows = lambda rows: slice(1, rows, 2)
 class Layout:
     """A rule that splits, renames or drops each stored tensor whose name matches `pattern`.
 
-    For example, it splits gate_up_proj of all experts into gate_proj and up_proj of each expert.
-
-    pattern: regular expression for the complete name.
-    parts: {name of a new tensor: function that selects its rows}. The function's argument is the
-        number of rows of the stored tensor; it returns a slice of them. A name may refer to groups
-        of the regular expression; `{}` in a name stands for the index of an expert. If `parts` is
-        empty, the stored tensor is dropped.
-    transposed: whether the stored matrix is [in, out] instead of [out, in].
+    parts: by name of a new tensor, which may refer to groups of the pattern and have `{}` for an
+        expert, the rows of it. Without parts, the stored tensor is dropped.
+    transposed: whether the stored matrix is [in, out].
     scales: for weights in MXFP4, the name of the tensor with the exponents of their blocks.
     """
 
@@ -221,7 +199,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 
 
 def family_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert stored tensors to the names and shapes that castiron uses for this model type."""
+    """Convert stored tensors to the names and shapes of this model type."""
     found: dict[str, Tensor] = {}
     replaced: set[str] = set()
     for tensor in tensors.values():
@@ -242,13 +220,7 @@ def is_transposed(model_type: str, name: str) -> bool:
 
 
 def adapter_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Convert the tensors of an adapter to the names and shapes of its base model.
-
-    The adapter may have been trained on a multimodal model, or on a model without output head.
-
-    Returns the tensors, and the number of tensors of other parts, which are dropped: {prefix:
-    number}.
-    """
+    """Convert an adapter's tensors to the base's names; count those of a model's other parts."""
     text, left_out = text_part(base_names(tensors, ("embed_tokens.", "layers.")))
     found: dict[str, Tensor] = {}
     for name, tensor in text.items():
@@ -283,14 +255,10 @@ def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: 
 
 
 def _blocks(name: str, blocks: Tensor, scales: Tensor, index: int, rows: Rows) -> Tensor:
-    """Convert rows of one expert's MXFP4 matrix from HF's block format to GGUF's.
+    """Convert rows of one expert's MXFP4 matrix to GGUF's: exponent, bytes of codes i and i + 16.
 
-    name: name of the result. index: the expert.
-    rows: function from the number of stored rows to the slice of rows to convert.
-    blocks: u8 [experts, rows, groups, 16]; byte i of 16 has the 4-bit codes 2 i and 2 i + 1.
+    blocks: u8 [experts, rows, groups, 16]; byte i has the codes 2 i and 2 i + 1.
     scales: exponents, u8 [experts, rows, groups].
-
-    A GGUF block is the exponent and 16 bytes; byte i has the codes i and i + 16.
     """
     _, count, groups, width = blocks.shape
     taken = rows(count)

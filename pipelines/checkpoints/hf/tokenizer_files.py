@@ -36,8 +36,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip")
 class _Class:
     """What a tokenizer class of transformers adds to the files.
 
-    pre: name of its steps in `PRE_TOKENIZERS`, for directories with vocab.json and merges.txt only.
-    special: default texts of special tokens, by name.
+    pre: a key of `PRE_TOKENIZERS`, for vocab.json with merges.txt. special: default special tokens.
     resets_flags: whether special tokens lose flags such as rstrip.
     """
 
@@ -89,8 +88,7 @@ class HfTokenizer:
     """The tokenizer of an HF directory.
 
     content: tokenizer.json with all added tokens; None if the directory has no tokenizer.
-    special_tokens: text of each special token by name, such as "bos_token" or "image_token".
-    chat_template: Jinja source; see `chat_templates.join_templates`.
+    special_tokens: texts by names such as "bos_token" or "image_token".
     """
 
     content: dict | None = None
@@ -104,17 +102,11 @@ class HfTokenizer:
         return found[-1:] or [number for number in [_vocabulary(content).get(text or "")] if number is not None]
 
     def is_added(self, token: int) -> bool:
-        """Return whether `token` is the id of an added token."""
         return any(entry["id"] == token for entry in _entries(self.content or {}))
 
 
 def read_tokenizer(path: Path, config: Mapping[str, Any]) -> HfTokenizer:
-    """Read the tokenizer and the chat template in the directory `path`.
-
-    config: the content of config.json. Raises CheckpointError for files that transformers rejects
-    too, and for a vocabulary that only other files than tokenizer.json have, if castiron cannot
-    read them.
-    """
+    """Read the tokenizer and the chat template in a directory."""
     fields = json_object(path / TOKENIZER_CONFIG) or {}
     template = read_chat_template(path, fields)
     content = json_object(path / TOKENIZER)
@@ -146,11 +138,7 @@ def read_tokenizer(path: Path, config: Mapping[str, Any]) -> HfTokenizer:
 
 
 def read_chat_template(path: Path, fields: Mapping[str, Any]) -> str | None:
-    """Return the chat template of the directory `path`, see `join_templates`; None if it has none.
-
-    As in transformers, template files replace those in tokenizer_config.json, and a template named
-    `tool_use` is for requests with tools. fields: the content of tokenizer_config.json.
-    """
+    """Return the joined chat templates of files, otherwise of tokenizer_config.json's `fields`."""
     templates = {"default": text_of(path / _TEMPLATE)}
     templates |= {file.stem: text_of(file) for file in sorted((path / _TEMPLATES).glob("*.jinja"))}
     if not any(templates.values()):
@@ -167,14 +155,13 @@ def _templates_of(value: Any) -> dict[str, Any]:
 
 
 def _rows(config: Mapping) -> float:
-    """Return the number of rows of the embedding; infinity if it is unknown."""
     inner = config.get("text_config")
     value = (inner if isinstance(inner, dict) and "vocab_size" in inner else config).get("vocab_size")
     return value if isinstance(value, int) and value > 0 else math.inf
 
 
 def _post_processor(tokenizer: HfTokenizer, fields: Mapping) -> dict | None:
-    """Return the step that adds the tokens of add_bos_token and add_eos_token; None if there are none."""
+    """Return the step that adds the tokens of add_bos_token and add_eos_token, or None."""
     added = {name: tokenizer.ids(name) for name in ("bos_token", "eos_token") if fields.get(f"add_{name}") is True}
     texts = {name: tokenizer.special_tokens[name] for name, ids in added.items() if ids}
     special = lambda name, type_id: [{"SpecialToken": {"id": texts[name], "type_id": type_id}}] if name in texts else []
@@ -189,7 +176,6 @@ def _post_processor(tokenizer: HfTokenizer, fields: Mapping) -> dict | None:
 
 
 def _pop_own(fields: dict, kinds: type | tuple[type, ...]) -> dict[str, Any]:
-    """Remove the special tokens with names of the model's own, such as image_token, and return them."""
     names = [name for name in fields if name.endswith("_token") and name not in NAMES and isinstance(fields[name], kinds)]
     own = {name: fields.pop(name) for name in names}
     return own | fields.pop("extra_special_tokens") if isinstance(fields.get("extra_special_tokens"), dict) else own
@@ -217,7 +203,7 @@ def _has_bytes(content: Mapping) -> bool:
 
 
 def _from_vocabulary(path: Path, kind: _Class, fields: Mapping) -> dict | None:
-    """Return a tokenizer.json made from vocab.json and merges.txt; None if there is no tokenizer."""
+    """Return a tokenizer.json made from vocab.json and merges.txt; None without tokenizer."""
     vocab, merges = json_object(path / _VOCAB), text_of(path / _MERGES)
     if vocab is None or merges is None or kind.pre is None:
         if found := next((name for name in _UNREAD if (path / name).exists()), None):
@@ -246,7 +232,7 @@ def _numbered(path: Path, decoder: Any) -> Iterator[tuple[int, dict]]:
 
 
 def _token(path: Path, value: Any, special: bool | None = None) -> dict[str, Any]:
-    """Return an entry of tokenizer.json's added_tokens, without id; the defaults are AddedToken's."""
+    """Return an entry of added_tokens, without id; the defaults are AddedToken's."""
     given = {"content": value, "special": True} if isinstance(value, str) else value
     if not isinstance(given, dict) or not isinstance(given.get("content"), str):
         raise CheckpointError(f"{path} has the special token {shorten(value)}, which is not a text; correct the file")
@@ -260,7 +246,7 @@ def _token(path: Path, value: Any, special: bool | None = None) -> dict[str, Any
 
 
 def _with_old_files(path: Path, fields: Mapping, content: Mapping) -> tuple[dict, dict[int, dict]]:
-    """Add the older files to tokenizer_config.json's fields; return the fields and the added tokens."""
+    """Add the older files to tokenizer_config.json's fields; return these, and the added tokens."""
     named = json_object(path / _SPECIAL) or {}
     named = {k: {**v, "special": True} if isinstance(v, dict) and "content" in v else v for k, v in named.items()}
     if isinstance(extra := named.get("extra_special_tokens"), list):
