@@ -164,7 +164,15 @@ class _Probe:
                 text = (self.calls([{"k_one": value}]) or "").partition("k_one")[2]
                 if found := [*re.finditer(written, text)]:
                     key_ends[kind] = text[: found[-1].start()]
-        fields = {"key_begin": key_begin, "key_end": key_ends, "value_end": value_end}
+        in_list, in_object = (
+            (self.calls([{"k_one": VALUES[kind][0]}]) or "").partition("k_one")[2] for kind in ("array", "object")
+        )
+        # In nested tags, an item of a list has a key.
+        item = re.search(rf"{re.escape(key_begin)}([^\s<>]+){re.escape(key_end)}7", in_list)
+        fields = {
+            "key_begin": key_begin, "key_end": key_ends, "value_end": value_end,
+            "item": item[1] if item and len(key_ends) == 1 else "", "is_python": "{'a': 7}" in in_object,
+        }  # fmt: skip
         return first[: len(first) - len(key_begin)], last.removeprefix(value_end), fields
 
     def prompts_call(self, form: ToolFormat) -> bool:

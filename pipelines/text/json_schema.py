@@ -6,7 +6,7 @@ import ast
 import contextlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from operator import ge, gt, le, lt
 from typing import Any
@@ -43,12 +43,14 @@ class Members:
     """The keys and values of an object that matches a schema.
 
     properties: schemas of the values by key. rest: schema of values with other keys; None if the
-    schema only lists properties. is_exact: whether nothing else in the schema constrains the object.
+    schema only lists properties. items: schema of the items of a list that matches the schema.
+    is_exact: whether nothing else in the schema constrains the object.
     """
 
     properties: dict[str, Any] = field(default_factory=dict)
     required: frozenset[str] = frozenset()
     rest: Any = True
+    items: Any = True
     is_exact: bool = True
 
     def _joined(self, other: Members, keyword: str) -> dict[str, Any]:
@@ -56,13 +58,19 @@ class Members:
         shared = {key: {keyword: [mine[key], others[key]]} for key in mine if key in others}
         return {**mine, **others, **shared}
 
+    def _joined_items(self, other: Members, keyword: str) -> Any:
+        items = [each for each in (self.items, other.items) if each is not True]
+        return {keyword: items} if len(items) > 1 else next(iter(items), True)
+
     def with_all_of(self, other: Members) -> Members:
         rest = other.rest if self.rest in (None, True) else self.rest
-        return Members(self._joined(other, "allOf"), self.required | other.required, rest, self.is_exact and other.is_exact)
+        items, is_exact = self._joined_items(other, "allOf"), self.is_exact and other.is_exact
+        return Members(self._joined(other, "allOf"), self.required | other.required, rest, items, is_exact)
 
     def or_any_of(self, other: Members) -> Members:
         rest = self.rest if self.rest == other.rest else None
-        return Members(self._joined(other, "anyOf"), self.required & other.required, rest, False)
+        items = self._joined_items(other, "anyOf")
+        return Members(self._joined(other, "anyOf"), self.required & other.required, rest, items, False)
 
 
 class Schema:
@@ -81,8 +89,11 @@ class Schema:
 
     def argument(self, key: str) -> Any:
         """Return the schema of an argument; `ANY` if the function does not list it."""
-        found = self.arguments.properties.get(key, self.arguments.rest)
-        return found if isinstance(found, dict) else ANY
+        return _value_of_member(self.arguments, key)
+
+    def member(self, schema: Any, key: str) -> Any:
+        """Return the schema of a value of an object that matches a part of this schema."""
+        return _value_of_member(self.members(schema), key)
 
     def target(self, ref: Any) -> Any:
         """Return the schema that a "$ref" leads to; None if it is not in this schema."""
@@ -115,7 +126,8 @@ class Schema:
             properties = dict(own) if isinstance(own, dict) else {}
             names = frozenset(name for name in required if isinstance(name, str)) if isinstance(required, list) else frozenset()
             rest = schema.get("additionalProperties", None if "properties" in schema else True)
-            found = Members(properties, names, rest, valid and not schema.keys() - OF_MEMBERS)
+            items = schema.get("items", True)
+            found = Members(properties, names, rest, items, valid and not schema.keys() - OF_MEMBERS)
             every = [self.target(schema["$ref"])] if "$ref" in schema else []
             found = reduce(Members.with_all_of, map(walk, every + _list(schema.get("allOf"))), found)
             for options in filter(None, (_list(schema.get("anyOf")), _list(schema.get("oneOf")))):
@@ -124,7 +136,7 @@ class Schema:
 
         found = walk(schema)
         unlisted = {name: ANY for name in sorted(found.required - found.properties.keys())}
-        return Members({**found.properties, **unlisted}, found.required, found.rest, found.is_exact)
+        return replace(found, properties={**found.properties, **unlisted})
 
     def allows(self, value: Any, schema: Any, by_type: bool = False) -> bool:
         """Return whether a value matches a part of this schema; by_type: whether its JSON type does.
@@ -169,18 +181,24 @@ class Schema:
         except RecursionError:
             return True
 
-    def value_of(self, text: str, schema: Any, unquoted: bool = True) -> Any:
+    def value_of(self, text: str, schema: Any, unquoted: bool = True, is_python: bool = False) -> Any:
         """Return the value for which a call's text of an argument stands.
 
         A text that is the JSON of another type that `schema` allows has that type; otherwise it is
         a string if `schema` allows one. unquoted: whether strings are written without quotes.
+        is_python: whether lists and objects are written as Python does.
         """
-        readings = [*_readings(text, unquoted)]
+        readings = [*_readings(text, unquoted, is_python)]
         for by_type in (False, True):
             for value in readings:
                 if self.allows(value, schema, by_type):
                     return value
         return readings[0]
+
+
+def _value_of_member(members: Members, key: str) -> Any:
+    found = members.properties.get(key, members.rest)
+    return found if isinstance(found, dict) else ANY
 
 
 def is_schema(value: Any) -> bool:
@@ -235,19 +253,21 @@ def _within(value: Any, keyword: str, argument: Any, schema: dict[str, Any], mat
     return True
 
 
-def _readings(text: str, unquoted: bool) -> Iterator[Any]:
+def _readings(text: str, unquoted: bool, is_python: bool) -> Iterator[Any]:
     """Yield the values that a text may stand for, beginning with the most probable."""
     bare = text.strip()
-    parsed = [*_parsed(bare)]
+    parsed, literal = [*_parsed(bare)], list[Any]()
+    with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        literal = _parsed(json.dumps(ast.literal_eval(bare)))
     if text == bare:
         yield from (value for value in parsed if not isinstance(value, str))
         if text in PYTHON_VALUES:
             yield PYTHON_VALUES[text]
+        yield from (value for value in literal if is_python and isinstance(value, list | dict))
     if unquoted:
         yield text
     yield from parsed
-    with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        yield from _parsed(json.dumps(ast.literal_eval(bare)))
+    yield from literal
     with contextlib.suppress(ValueError):
         # A number with leading zeros, which neither JSON nor Python allows.
         yield from _parsed(str(int(bare)))

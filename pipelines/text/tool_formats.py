@@ -6,6 +6,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -42,6 +43,8 @@ class ToolFormat:
             that does not depend on the type has the key "".
         value_end: for "tags", the text after a value. The placeholder `KEY` in it stands for the
             key.
+        item: for "tags", the key of a list's items, if lists and objects are written as tags too.
+        is_python: for "tags", whether lists and objects are written as Python does.
     """
 
     style: str
@@ -55,6 +58,8 @@ class ToolFormat:
     key_end: dict[str, str] = field(default_factory=dict)
     value_end: str = ""
     quote: str = '"'
+    item: str = ""
+    is_python: bool = False
 
     @staticmethod
     def of(manifest: Manifest) -> ToolFormat | None:
@@ -164,6 +169,8 @@ KNOWN = (
 )
 # Keys under which models write a function's name and its arguments in JSON.
 NAME_KEYS, ARGUMENT_KEYS = ("name", "tool_name", "function"), ("arguments", "parameters", "args", "input")
+# Values that are written as nothing in nested tags, the most probable first.
+EMPTY: dict[str, Any] = {"string": "", "array": [], "object": {}, "null": None}
 # JSON of values as Python writes them.
 PYTHON = {"None": "null", "True": "true", "False": "false"}
 # Exceptions of parsing a text that is not a call; in a generator, StopIteration becomes RuntimeError.
@@ -222,6 +229,13 @@ class CallReader:
         follows = rf"(?=\s*(?:{begin}|\Z))"
         return re.compile(f"(?s){begin}(?P<key>[^\\s<>]+?)(?:{ends})(?P<value>.*?){value_end}{follows}")
 
+    @cached_property
+    def mark(self) -> re.Pattern:
+        """The pattern of the text before or after a value in style "tags"; the groups `open` and `close` are its key."""
+        form = self.form
+        close = re.escape(form.value_end).replace(re.escape(KEY), r"(?P<close>[^\s<>]+)")
+        return re.compile(rf"{close}|{re.escape(form.key_begin)}(?P<open>[^\s<>]+){re.escape(form.key_end.get('', ''))}")
+
     def fitted(self, name: str, arguments: Any) -> dict | None:
         """Return the arguments of a call of function `name`; None if they don't match the schema.
 
@@ -268,7 +282,13 @@ class CallReader:
         payload = self._inside(payload)
         # Some templates don't escape line breaks in strings.
         payload = re.sub(r"(?s)'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", lambda found: found[0].replace("\n", "\\n"), payload)
-        calls = ast.parse(payload.strip(), mode="eval").body
+        try:
+            calls = ast.parse(payload.strip(), mode="eval").body
+        except SyntaxError:
+            # Some don't escape quotes either: a string ends before the next argument or the end of the call.
+            string = re.compile(r"='(.*?)'(?=\s*(?:,\s*\w+=|\)\s*(?:[,\]]|\Z)))")
+            payload = string.sub(lambda found: "=" + repr(found[1].replace("\\n", "\n")), payload)
+            calls = ast.parse(payload.strip(), mode="eval").body
         for call in calls.elts if isinstance(calls, ast.List) else [calls]:
             yield _name(ast.unparse(call.func)), _object({_name(word.arg): value(word.value) for word in call.keywords})
 
@@ -298,13 +318,41 @@ class CallReader:
 
     def _tagged_arguments(self, name: str, text: str) -> Iterator[tuple[str, Any]]:
         schema = self.schemas.get(name) or Schema(None)
+        if self.form.item:
+            yield from ((key, self._nested(value, schema, schema.argument(key))) for key, value in self._elements(text))
+            return
         for found in self.argument.finditer(text):
             key, value = found["key"], re.sub(r"(?s)\A<!\[CDATA\[(.*)\]\]>\Z", r"\1", found["value"])
             if len(self.form.key_end) > 1 and found.groupdict().get("string"):
                 yield key, value
             else:
                 # If the text before a value says its type, this is not a string.
-                yield key, schema.value_of(value, schema.argument(key), unquoted=len(self.form.key_end) == 1)
+                is_unquoted, is_python = len(self.form.key_end) == 1, self.form.is_python
+                yield key, schema.value_of(value, schema.argument(key), is_unquoted, is_python)
+
+    def _elements(self, text: str) -> Iterator[tuple[str, str]]:
+        """Yield (key, text of the value) of each argument, without those inside a value."""
+        start, open_keys = 0, list[str]()
+        for mark in self.mark.finditer(text):
+            if mark["open"]:
+                start = start if open_keys else mark.end()
+                open_keys.append(mark["open"])
+            elif open_keys and open_keys[-1] == mark["close"]:
+                key = open_keys.pop()
+                if not open_keys:
+                    yield key, text[start : mark.start()]
+
+    def _nested(self, text: str, schema: Schema, part: Any) -> Any:
+        """Return the value of a text that may consist of tags; part: the value's part of `schema`."""
+        kinds, elements = schema.types(part), [*self._elements(text)]
+        if elements and "array" in kinds and all(key == self.form.item for key, _ in elements):
+            return [self._nested(value, schema, schema.members(part).items) for _, value in elements]
+        if elements and "object" in kinds:
+            return {key: self._nested(value, schema, schema.member(part, key)) for key, value in elements}
+        if not text and (empty := [EMPTY[kind] for kind in EMPTY if kind in kinds]):
+            # The template omits null, and a text may be empty; so may a list and an object.
+            return copy(empty[0])
+        return schema.value_of(text, part)
 
 
 def read_bare(text: str) -> Iterator[ReadCall]:

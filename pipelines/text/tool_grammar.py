@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from castiron.pipelines.errors import PipelineError
@@ -20,7 +20,20 @@ LENIENT = {"lenient": True, "coerce_one_of": True}
 # Terminals for the placeholders of a format.
 TERMINALS = {ID: "ID", KEY: "KEY"}
 # Keywords that limit a string which the format writes without quotes.
-LIMITING = {"enum", "minLength", "maxLength"}
+LIMITING = {"enum", "minLength", "maxLength", "pattern", "format"}
+_DATE = (
+    "(?:[0-9]{4}-(?:(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|30)|(?:0[13578]|1[02])-31)"
+    "|[0-9]{2}(?:0[48]|[2468][048]|[13579][26])-02-29)"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_BYTE = r"(?:25[0-5]|2[0-4][0-9]|1?[1-9]?[0-9]|10[0-9])"
+# Regular expressions of the strings of a `format`.
+FORMATS = {
+    "date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}", "hostname": rf"{_LABEL}(?:\.{_LABEL})*",
+    "email": rf"[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@{_LABEL}(?:\.{_LABEL})+", "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
+    "uuid": "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+}  # fmt: skip
 # The name of a function's schema among the definitions of its parts.
 ROOT = "root"
 
@@ -98,23 +111,27 @@ class ToolGrammar:
     def _parts(self, text: str) -> list[str]:
         return [part for part in self._names.split(text) if part]
 
-    def until(self, end: str, minimum: int = 0, limit: int | None = None) -> str:
+    def until(self, end: str, minimum: int = 0, limit: int | None = None, patterns: Sequence[str] = ()) -> str:
         """Return the Lark expression for any text up to and including the first `end`.
 
-        minimum, limit: min and max characters of the text before `end`.
+        minimum, limit: min and max characters of the text before `end`. patterns: regular
+        expressions, each of which this text matches completely.
         """
-        parts, has_limit = self._parts(end), minimum > 0 or limit is not None
+        parts, has_limit = self._parts(end), minimum > 0 or limit is not None or bool(patterns)
         if parts == [end] and end not in self.special and not has_limit:
             return self.rule(f"{TEXT} {quoted(end)}", "[lazy]")
         # If `end` has a special token, that token ends the text, which must end in the part of `end` before the token.
         before = "" if parts[0] in self.special else parts[0]
-        after, pattern = self.mark(end.removeprefix(before)), re.escape(before).replace("\\\n", "\\n").replace("/", "\\/")
+        after, pattern = self.mark(end.removeprefix(before)), _in_lark(re.escape(before))
         if not has_limit:
             return f"{TEXT[:-1]}{pattern}/ {after}"
         # A lexeme is as long as possible, so it has to contain `end`, and only at its end.
         name = f"TEXT_{len(self.rules)}"
         is_first = f" & ~/(.|\\n)*{pattern}(.|\\n)+/" if before else ""
-        self.rules.append(f"{name}: /(.|\\n){{{minimum},{'' if limit is None else limit}}}{pattern}/{is_first}")
+        texts = [f"(?:{_in_lark(each)})" for each in patterns]
+        if minimum > 0 or limit is not None:
+            texts.append(f"(.|\\n){{{minimum},{'' if limit is None else limit}}}")
+        self.rules.append(f"{name}: {' & '.join(f'/{text}{pattern}/' for text in texts)}{is_first}")
         return f"{name} {after}"
 
     def rule(self, body: str, attributes: str = "") -> str:
@@ -139,8 +156,8 @@ class _Call:
         self.grammar, self.form, self.name, self.is_strict = grammar, grammar.form, name, is_strict
         self.schema = Schema(schema)
         self.options = {**grammar.options, **({} if is_strict else LENIENT)}
-        # Rules of the format of Gemma, by the id of the schema.
-        self._rules: dict[int, str] = {}
+        # Rules that may contain themselves, by the key and the id of the schema, and this schema, whose id stays its own.
+        self._rules: dict[tuple[str, int], tuple[str, dict[str, Any]]] = {}
 
     def rule(self) -> str:
         """Return the Lark expression for a call.
@@ -169,6 +186,10 @@ class _Call:
     def _tags(self) -> str:
         form, mark = self.form, self.grammar.mark
 
+        def member(key: str, value: Any) -> str:
+            # Values in nested tags may contain values of their own schema.
+            return self._named(key, value, lambda schema: write(key, schema)) if form.item else f"({write(key, value)})"
+
         def write(key: str, value: Any) -> str:
             end, found = form.value_end.replace(KEY, key), dict[str, list[tuple[str, dict[str, Any]]]]()
             for kind, each in self._branches(value):
@@ -180,11 +201,19 @@ class _Call:
             # The text of a string may be that of any other value.
             any_text = [each for kind, each in branches if kind == "string" and not each.keys() & LIMITING]
             return " | ".join(
-                self._string(each, end) if kind == "string" else f"{self._value(each)} {mark(end)}"
+                self._string(each, end) if kind == "string" else f"{nested(kind, each)} {mark(end)}"
                 for kind, each in ([("string", any_text[0])] if any_text else branches)
             )
 
-        return self._members(self.schema.root, lambda key, value: f"({write(key, value)})", "")
+        def nested(kind: str, schema: dict[str, Any]) -> str:
+            if not form.item or kind not in ("array", "object") or "enum" in schema:
+                return self._value(schema)
+            if kind == "object":
+                return self._members(schema, member, "")
+            self._check(schema, {"type", "items"})
+            return f"{member(form.item, self.schema.members(schema).items)}*"
+
+        return self._members(self.schema.root, member, "")
 
     def _gemma(self) -> str:
         return self._gemma_object(self.schema.root)
@@ -194,14 +223,17 @@ class _Call:
         return f"{quoted('{')} {self._members(schema, write, ',')} {quoted('}')}"
 
     def _gemma_value(self, schema: Any) -> str:
+        branches = lambda schema: " | ".join(self._gemma_branch(kind, each) for kind, each in self._branches(schema))
+        return self._named("", schema, branches)
+
+    def _named(self, key: str, schema: Any, body: Callable[[dict[str, Any]], str]) -> str:
+        """Return the name of the rule `body(schema)`, which may contain itself."""
         schema = self._normalised(schema)
-        if id(schema) not in self._rules:
-            # The rule may contain itself, so name it before its parts.
-            name = self._rules[id(schema)] = self.grammar.rule("")
-            index = len(self.grammar.rules) - 1
-            body = " | ".join(self._gemma_branch(kind, each) for kind, each in self._branches(schema))
-            self.grammar.rules[index] = f"{name}: {body}"
-        return self._rules[id(schema)]
+        if (key, id(schema)) not in self._rules:
+            name, index = self.grammar.rule(""), len(self.grammar.rules) - 1
+            self._rules[key, id(schema)] = name, schema
+            self.grammar.rules[index] = f"{name}: {body(schema)}"
+        return self._rules[key, id(schema)][0]
 
     def _gemma_branch(self, kind: str, schema: dict[str, Any]) -> str:
         form, mark = self.form, self.grammar.mark
@@ -270,8 +302,10 @@ class _Call:
         if isinstance(values := schema.get("enum"), list):
             return f"({' | '.join(map(quoted, values))}) {self.grammar.mark(end)}"
         lengths = {key: schema[key] for key in ("minLength", "maxLength") if isinstance(schema.get(key), int)}
-        self._check(schema, {"type", *lengths})
-        return self.grammar.until(end, lengths.get("minLength", 0), lengths.get("maxLength"))
+        known = {"pattern": _complete(schema.get("pattern")), "format": FORMATS.get(str(schema.get("format")))}
+        patterns = {keyword: pattern for keyword, pattern in known.items() if pattern is not None}
+        self._check(schema, {"type", *lengths, *patterns})
+        return self.grammar.until(end, lengths.get("minLength", 0), lengths.get("maxLength"), list(patterns.values()))
 
     def _members(self, schema: Any, write: Callable[[str, Any], str], between: str) -> str:
         """Add Lark rules for the properties of an object; return the name of the main rule.
@@ -319,6 +353,26 @@ def _moved(schema: Any) -> Any:
         return schema
     is_ref = isinstance(ref := schema.get("$ref"), str) and ref.startswith("#")
     return {key: _moved(value) for key, value in schema.items()} | ({"$ref": f"#/$defs/{ROOT}{ref[1:]}"} if is_ref else {})
+
+
+def _complete(pattern: Any) -> str | None:
+    """Return an expression of the complete texts in which a schema's `pattern` occurs; None if it cannot."""
+    if not isinstance(pattern, str):
+        return None
+    is_start, is_end = pattern.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$\Z", pattern)
+    # Remove escapes, classes and groups: an anchor belongs to one of several alternatives.
+    outer, before = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", pattern), ""
+    while outer != before:
+        outer, before = re.sub(r"\([^()]*\)", "", outer), outer
+    if "|" in outer and (is_start or is_end):
+        return None
+    inner = pattern[is_start : len(pattern) - bool(is_end)]
+    return f"{'' if is_start else TEXT[1:-1]}(?:{inner}){'' if is_end else TEXT[1:-1]}"
+
+
+def _in_lark(pattern: str) -> str:
+    """Return a regular expression as Lark has it between slashes."""
+    return re.sub(r"\\?\n", r"\\n", re.sub(r"(?s)\\/|/", r"\\/", pattern))
 
 
 def quoted(text: str) -> str:

@@ -25,6 +25,12 @@ _TEXT = "{{ v if v is string else v | tojson }}"
 _GEMMA = "{{{{ name }}}}{{{{ '{{' }}}}{each}{{{{ '}}' }}}}"
 _QUOTED = "{{{{ k }}}}:{{% if v is string %}}{quote}{{{{ v }}}}{quote}{{% else %}}{{{{ v | tojson }}}}{{% endif %}}"
 _LINE = "{{ '\\n' }}"
+# Lists and objects as tags, as in MiniMax-M3.
+_NESTED = (
+    "{% macro nested(v) %}{% if v is mapping %}{% for k, each in v.items() if each is not none %}]<]<{{ k }}>{{ nested(each) }}]<]</{{ k }}>"
+    "{% endfor %}{% elif v is string %}{{ v }}{% elif v is iterable %}{% for each in v %}]<]<item>{{ nested(each) }}]<]</item>{% endfor %}"
+    "{% elif v is boolean %}{{ v | tojson }}{% elif v is not none %}{{ v }}{% endif %}{% endmacro %}"
+)
 _JSON = '{"name": "{{ name }}", "arguments": {{ args | tojson }}}'
 TEMPLATES = {
     "hermes": _template(f"<tool_call>\n{_JSON}\n</tool_call>", _LINE, _LINE),
@@ -42,6 +48,11 @@ TEMPLATES = {
         ) + "</|D|invoke>\n", "\n\n<|D|calls>\n", "", "</|D|calls>",
     ),
     "keys": _template('<call name="{{ name }}">' + _each(f"<{{{{ k }}}}>{_TEXT}</{{{{ k }}}}>") + "</call>"),
+    # Lists and objects as Python writes them, as in Seed-OSS and MiniCPM5.
+    "minicpm": _template(
+        '<function name="{{ name }}">' + _each('<param name="{{ k }}">{{ v }}</param>') + "</function>", between=_LINE
+    ),
+    "nested": _NESTED + _template("]<]<invoke name=\"{{ name }}\">{{ nested(args) }}]<]</invoke>", "]<]<calls>", _LINE, "]<]</calls>"),
     "kimi": _template(
         "<|call_begin|>functions.{{ name }}:{{ loop.index0 }}<|args|>{{ args | tojson }}<|call_end|>", "<|calls_begin|>", "",
         "<|calls_end|>",

@@ -48,6 +48,10 @@ WRITTEN = {
     "dsml": 'Well.\n\n<|D|calls>\n<|D|invoke name="weather">\n<|D|parameter name="city" string="true">Sao "P", {x}</|D|parameter>\n'
             '<|D|parameter name="days" string="false">2</|D|parameter>\n</|D|invoke>\n<|D|invoke name="now">\n</|D|invoke>\n</|D|calls>',
     "keys": 'Well.<call name="weather"><city>Sao "P", {x}</city><days>2</days></call><call name="now"></call>',
+    "minicpm": 'Well.\n<function name="weather"><param name="city">Sao "P", {x}</param><param name="days">2</param></function>\n'
+               '<function name="now"></function>',
+    "nested": 'Well.]<]<calls>]<]<invoke name="weather">]<]<city>Sao "P", {x}]<]</city>]<]<days>2]<]</days>]<]</invoke>\n'
+              ']<]<invoke name="now">]<]</invoke>]<]</calls>',
     "kimi": 'Well.<|calls_begin|><|call_begin|>functions.weather:0<|args|>{"city": "Sao \\"P\\", {x}", "days": 2}<|call_end|>'
             "<|call_begin|>functions.now:1<|args|>{}<|call_end|><|calls_end|>",
     "harmony": '<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Well.<|end|><|start|>assistant'
@@ -193,7 +197,7 @@ def test_arguments_come_in_pieces_and_a_single_call_ends_the_text():
 
 
 # Formats whose marks are special tokens of the vocabulary.
-SPECIAL = FORMATS.keys() - {"hermes", "qwen-xml", "glm", "keys"}
+SPECIAL = FORMATS.keys() - {"hermes", "qwen-xml", "glm", "keys", "minicpm", "nested"}
 
 
 def with_marks(name: str) -> Tokenizer:
@@ -242,8 +246,10 @@ def test_rejects_parameters_that_a_format_cannot_enforce():
     for name, schema in (
         ("gemma4", {"anyOf": []}),
         ("lfm2", {"minProperties": 1}),
-        ("qwen-xml", {"properties": {"a": {"type": "string", "pattern": "a"}}}),
-        ("qwen-xml", {"properties": {"a": {"anyOf": [{"type": "string", "format": "uuid"}, {"type": "null"}]}}}),
+        ("qwen-xml", {"properties": {"a": {"type": "string", "pattern": "^a|b$"}}}),
+        ("qwen-xml", {"properties": {"a": {"anyOf": [{"type": "string", "format": "uri"}, {"type": "null"}]}}}),
+        ("nested", {"properties": {"a": {"type": "array", "minItems": 2}}}),
+        ("nested", {"properties": {"a": {"type": "object", "minProperties": 2}}}),
         # Invalid schemas.
         ("lfm2", {"properties": []}),
         ("lfm2", {"properties": {"a": {}}, "required": 5}),
@@ -339,6 +345,48 @@ def test_a_string_without_quotes_has_a_length(name):
         tags = f"{form.key_begin}a{form.key_end.get('')}{value}{form.value_end}"
         written = form.write([("f", quoted if form.style == "gemma" else tags)])
         assert (not follow(grammar.constraint(), text, written)) == is_valid, value
+
+
+PATTERNS = [
+    {"pattern": "b+"}, {"pattern": "^a"}, {"pattern": "a$"}, {"pattern": "^(a|b)$"}, {"pattern": "a|b"}, {"pattern": r"a\$"}, {"pattern": r"a\\$"},
+    {"pattern": "^[^|)]/\n?$"}, {"pattern": "^</p"}, {"pattern": "^a", "minLength": 2, "maxLength": 3}, {"format": "date"}, {"format": "time"},
+    {"format": "date-time"}, {"format": "ipv4"}, {"format": "uuid"}, {"format": "email"}, {"format": "hostname"}, {"format": "date", "pattern": "-30$"},
+]  # fmt: skip
+STRINGS = [
+    "a", "b", "ab", "ba", "xbbx", "abc", "abcd", "a$", "a$b", "a\\", "|/", "x/", "x/\n", "</parameter", "</p>", "", "1 2",
+    "2024-02-29", "2023-02-29", "2023-11-31", "2023-11-30", "2023-13-01", "12:30:00Z", "24:00:00Z", "12:30:00.5+01:00", "12:30",
+    "2023-11-30T12:30:00Z", "2023-11-30T12:30:00", "2023-11-30 12:30:00Z", "127.0.0.1", "256.0.0.1", "1.2.3", "10.100.255.249", "01.2.3.4",
+    "123e4567-e89b-12d3-a456-426614174000", "123e4567e89b12d3a456426614174000", "a.b+c@example.org", "a@b@c", "no", "example.org", "-x.org", "x_y",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen-xml", "dsml", "gemma4", "nested"])
+def test_a_string_without_quotes_matches_its_pattern_and_format(name):
+    """A format takes fewer texts than its standard allows, but those of common tools."""
+    text, form = with_marks(name), FORMATS[name]
+    checker = jsonschema.FormatChecker()
+    known = {
+        "date-time": re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"), "email": re.compile(r"[\w.+-]+@[a-z]+\.[a-z]+"),
+        "hostname": re.compile(r"(?!-)(?!.*[_@/:$<|\\ +\n]).+"), "time": re.compile(r"([01]\d|2[0-3]):\d\d:\d\d(\.\d+)?(Z|[+]\d\d:\d\d)"),
+    }  # fmt: skip
+    for each in PATTERNS:
+        part = {"type": "string", **each}
+        parameters = {"properties": {"a": part}, "required": ["a"], "additionalProperties": False}
+        grammar = calls_of(text, {"f": parameters}, False, strict={"f"})
+        for value in STRINGS:
+            pattern = known.get(each.get("format", ""))
+            is_valid = (
+                pattern.fullmatch(value)
+                if pattern
+                else jsonschema.Draft202012Validator(part, format_checker=checker).is_valid(value)
+            )
+            quoted = f"{{a:{form.quote}{value}{form.quote}}}"
+            tags = (
+                f"{form.key_begin}a{form.key_end.get('string', form.key_end.get(''))}{value}{form.value_end.replace(KEY, 'a')}"
+            )
+            written = form.write([("f", quoted if form.style == "gemma" else tags)])
+            rest = follow(constraint := grammar.constraint(), text, written)
+            assert (not rest and (constraint.done or constraint.allows(0))) == bool(is_valid), (each, value)
 
 
 def test_a_call_may_repeat_keywords_of_its_schema():

@@ -20,7 +20,7 @@ from tests.text.test_argument_types import SCHEMAS, function
 from tests.text.test_tool_calls import calls_of, follow, with_marks
 
 # A format of each style.
-STYLES = ["hermes", "qwen-xml", "dsml", "gemma4", "lfm2", "harmony"]
+STYLES = ["hermes", "qwen-xml", "nested", "dsml", "gemma4", "lfm2", "harmony"]
 TEXTS = {name: with_marks(name) for name in STYLES}
 
 
@@ -110,7 +110,7 @@ def test_a_schema_over_a_limit_is_ignored_unless_the_function_is_strict():
         calls_of(TEXTS["hermes"], {"f": parameters}, False, strict={"f"})
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen-xml", "glm", "dsml", "gemma4", "lfm2"])
+@pytest.mark.parametrize("name", ["hermes", "qwen-xml", "glm", "minicpm", "dsml", "gemma4", "lfm2"])
 def test_a_function_without_listed_properties_takes_any_arguments(name):
     form, text = FORMATS[name], with_marks(name)
     tags = f"{form.key_begin}any_1{form.key_end.get('integer', form.key_end.get(''))}5{form.value_end}"
