@@ -279,6 +279,14 @@ class GenerationApi(ModelApi):
                 if body.stream:
                     raise invalid("prompt_logprobs", "prompt_logprobs is not supported in a stream; leave one of them out")
                 prompt_logprobs = max(body.prompt_logprobs, prompt_logprobs or 0)
+        capacity, count = self.engine.slots + self.engine.queue, len(prompts) * body.choices
+        if count > capacity:
+            name = param if body.choices == 1 else "n" if body.n else "n_cmpl"
+            raise invalid(
+                name,
+                f"{len(prompts)} prompts with n {body.choices} need {count} answers, but one client can have {capacity} in "
+                "progress; send several requests",
+            )
         min_tokens = body.min_tokens or 0
         for name in ("min_tokens", "allowed_token_ids", "bad_words"):
             if getattr(body, name) and grammar:

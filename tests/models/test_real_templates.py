@@ -128,11 +128,11 @@ def test_arguments_of_every_type_are_read_back():
 
             arguments = {"a": value, "z": "end"}
             texts = [text for each in (arguments, json.dumps(arguments)) if "weather" in (text := written(each))]
-            reads = [read_calls(Tools(form, {"weather": parameters}), text) for text in texts]
             compared += bool(texts)
-            if texts and [("weather", json.dumps(arguments))] not in [
-                [(n, json.dumps(json.loads(a))) for n, a in read] for read in reads
-            ]:
+            reads = [read_calls(Tools(form, {"weather": parameters}), text) for text in texts]
+            # The template of Gemma 4 sorts keys; True is not 1.
+            same = lambda read, arguments=arguments: json.dumps(read, sort_keys=True) == json.dumps(arguments, sort_keys=True)
+            if texts and not any(len(read) == 1 and read[0][0] == "weather" and same(json.loads(read[0][1])) for read in reads):
                 differ.append(name)
                 assert written(json.loads(reads[0][0][1])).lower() == texts[0].lower(), (name, schema, value)
     assert compared > 1_900

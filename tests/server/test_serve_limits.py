@@ -155,9 +155,23 @@ def test_a_body_of_tiny_chunks_costs_the_server_little(strict):
 
 
 def test_a_full_queue_rejects_with_its_length(strict):
-    status, headers, body = ask(strict.url, "/v1/chat/completions", {**LONG, "n": SLOTS + 3}, "first")
+    most = {**LONG, "n": SLOTS + 2}
+    connection, _ = stream_of(strict, most, "first")
+    status, headers, body = ask(strict.url, "/v1/chat/completions", most, "first")
     assert status == 503 and headers["Retry-After"] == "1" and "queue of 2" in body["error"]["message"]
-    assert ask(strict.url, "/v1/chat/completions", {**LONG, "n": SLOTS + 2, "max_tokens": 2}, "first")[0] == 200
+    connection.close()
+    until(lambda: ask(strict.url, "/v1/chat/completions", {**most, "max_tokens": 2}, "first")[0] == 200)
+
+
+@pytest.mark.parametrize(("url", "more", "param"), [
+    ("/v1/chat/completions", {"n": SLOTS + 3}, "n"), ("/v1/completions", {"prompt": "x", "n": SLOTS + 3, "best_of": SLOTS + 3}, "n"),
+    ("/v1/completions", {"prompt": "x", "n_cmpl": SLOTS + 3}, "n_cmpl"), ("/v1/completions", {"prompt": ["x"] * 3, "n": SLOTS}, "n"),
+    ("/v1/completions", {"prompt": ["x"] * (SLOTS + 3)}, "prompt"),
+])  # fmt: skip
+def test_more_answers_than_the_queue_can_hold_are_an_error_of_the_request(strict, url, more, param):
+    status, _, body = ask(strict.url, url, ({} if "prompt" in more else LONG) | more, "first")
+    assert status == 400 and body["error"]["param"] == param
+    assert f"one client can have {SLOTS + 2} in progress" in body["error"]["message"]
 
 
 def test_a_request_that_takes_too_long_ends_with_an_error_and_frees_its_slots(path, tmp_path):
