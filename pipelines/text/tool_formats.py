@@ -231,7 +231,7 @@ class CallReader:
 
     @cached_property
     def mark(self) -> re.Pattern:
-        """The pattern of the text before or after a value in style "tags"; the groups `open` and `close` are its key."""
+        """The pattern of the text before or after a value; the group `open` or `close` is its key."""
         form = self.form
         close = re.escape(form.value_end).replace(re.escape(KEY), r"(?P<close>[^\s<>]+)")
         return re.compile(rf"{close}|{re.escape(form.key_begin)}(?P<open>[^\s<>]+){re.escape(form.key_end.get('', ''))}")

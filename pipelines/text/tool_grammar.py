@@ -356,7 +356,7 @@ def _moved(schema: Any) -> Any:
 
 
 def _complete(pattern: Any) -> str | None:
-    """Return an expression of the complete texts in which a schema's `pattern` occurs; None if it cannot."""
+    """Return an expression of the complete texts in which `pattern` occurs; None if it cannot."""
     if not isinstance(pattern, str):
         return None
     is_start, is_end = pattern.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$\Z", pattern)

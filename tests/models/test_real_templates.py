@@ -109,7 +109,7 @@ TYPED = [
 
 
 def test_arguments_of_every_type_are_read_back():
-    """Only MiniMax-M3's template writes different values as the same text: it leaves out null and quotes."""
+    """Only MiniMax-M3's template writes two values as one text: it leaves out null and quotes."""
     compared, differ = 0, []
     for name, template in templates().items():
         form = tool_format_of(template, SPECIAL)
