@@ -30,6 +30,14 @@ from math import prod
 # machine or on the number of tokens in a call. fast: activations, and perhaps weights, are rounded in calls of several tokens.
 # draft: in calls of one token too, where that is faster; for draft models.
 NUMERICS = ("exact", "canonical", "fast", "draft")
+# kernels: castiron's own for CPUs. portable: StableHLO only. gpu: castiron's own for GPUs.
+LOWERINGS = ("kernels", "portable", "gpu")
+# Types to which weights can be converted. A mix, here with the type of most matrices, has several, as in llama.cpp.
+FLOATS = ("f32", "bf16", "f16")
+MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
+QUANTISED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", *MIXES)
+# "native": as in the checkpoint.
+WEIGHTS = ("native", *FLOATS, *QUANTISED)
 # Element type of a state's buffer by storage; emitter/layers/kv_cache.py has the row formats.
 STORAGE: dict[str, str] = {"f32": "f32", "f16": "f16", "q8_0": "i8"}
 ELEMENT_BYTES = {"f32": 4, "f16": 2, "i8": 1, "i32": 4}

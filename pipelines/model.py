@@ -415,9 +415,9 @@ def compile_bundle(
 ) -> Bundle:
     """Compile a GGUF file, an HF directory or a named model into the bundle directory `out`.
 
-    options: fields of `castiron.pipelines.compile.compile_options.Options`: context, weights, adapter,
-    calibrate, numerics, cache, lowering, target, batch, speculate, embed, threads, tuned. An
-    up-to-date bundle is not compiled again. After an error, no files are left.
+    options: fields of `castiron.pipelines.compile.compile_options.Options`: context, weights,
+    adapter, calibrate, numerics, kv_cache_type, lowering, target, batch, verify_widths, embed,
+    threads, tuned. An up-to-date bundle is not compiled again. After an error, no files are left.
     """
     check_names(options, _option_names("progress"))
     _check_kinds({"model": model, "out": out})
@@ -442,6 +442,6 @@ def _check_kinds(options: dict[str, Any]) -> None:
 
 
 def _option_names(*more: str) -> list[str]:
-    from castiron.pipelines.compile.compile_options import Options
+    from castiron.pipelines.compile.compile_options import FORMER_NAMES, Options
 
-    return [*more, *(field.name for field in fields(Options))]
+    return [*more, *(field.name for field in fields(Options)), *FORMER_NAMES]

@@ -82,7 +82,7 @@ def llama(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def bundles(llama) -> dict[str, Path]:
     """A small model for each target."""
-    options = {"context": 64, "batch": (), "speculate": ()}
+    options = {"context": 64, "batch": (), "verify_widths": ()}
     return {
         target: compile_model(llama, llama.parent / target, Options(target=target, **options)).bundle
         for target in ("x86-64-v3", "aarch64", "aarch64-i8mm")
@@ -116,7 +116,7 @@ def test_greedy_tokens_are_those_of_hf(machine, tmp_path, family):
     assert min(expected.margins) > 1e-4, "the model's margins do not prove anything"
     for numerics in ("exact", "canonical"):
         path = tmp_path / numerics
-        options = Options(context=48, batch=(), speculate=(), numerics=numerics, target="aarch64")
+        options = Options(context=48, batch=(), verify_widths=(), numerics=numerics, target="aarch64")
         compile_model(made, path, options)
         tokens = ",".join(map(str, prompt))
         found = answer(machine, path, "--tokens", tokens, "-n", "12", "--ignore-eos")
@@ -135,14 +135,14 @@ def test_canonical_logits_have_the_bits_of_the_host(machine, tmp_path, family):
     made = tiny_model(family, tmp_path / "checkpoint")
     prompt = np.random.default_rng(2).integers(3, 200, 28).tolist()
     here, there = (
-        compile_bundle(made, tmp_path / target, context=48, batch=(), speculate=(), target=target)
+        compile_bundle(made, tmp_path / target, context=48, batch=(), verify_widths=(), target=target)
         for target in ("host", "aarch64")
     )
     check_bits(logits_there(machine, there, prompt), check_prompts(here, prompt))
 
 
 def test_smollm2_gives_the_text_of_the_host(machine, tmp_path):
-    options = {"context": 64, "batch": (), "speculate": ()}
+    options = {"context": 64, "batch": (), "verify_widths": ()}
     here, there = (compile_model(SMOLLM2, tmp_path / t, Options(target=t, **options)).bundle for t in ("host", "aarch64"))
     asked = ("--raw", "-p", "The capital of France is", "-n", "8")
     command = [sys.executable, "-m", "castiron", "run", here, *asked, "--json"]

@@ -23,7 +23,7 @@ CONTEXT = 64
 def bundle(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("batch")
     checkpoint = tiny.tiny_model("llama", folder / "llama")
-    options = Options(context=CONTEXT, lowering=request.param, batch=(2, 4), speculate=(4,))
+    options = Options(context=CONTEXT, lowering=request.param, batch=(2, 4), verify_widths=(4,))
     return open_bundle(compile_model(checkpoint, folder / "bundle", options).bundle)
 
 

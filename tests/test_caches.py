@@ -39,7 +39,7 @@ def bundles(tmp_path_factory):
             checkpoint = folder / family
             if not checkpoint.exists():
                 tiny.tiny_model(family, checkpoint, **WINDOWS[family])
-            options = Options(context=CONTEXT[family], lowering=lowering, cache=cache, batch=(4,), speculate=(4,))
+            options = Options(context=CONTEXT[family], lowering=lowering, kv_cache_type=cache, batch=(4,), verify_widths=(4,))
             path = folder / f"{family}-{lowering}-{cache}"
             made[family, cache, lowering] = open_bundle(compile_model(checkpoint, path, options).bundle)
         return made[family, cache, lowering]
@@ -138,7 +138,7 @@ def test_verify_and_fork(bundle, expected):
 
 def test_the_cache_type_is_in_the_bundles_key(bundles, tmp_path):
     checkpoint, out = bundles("llama", "f16").path.parent / "llama", tmp_path / "bundle"
-    options = {cache: Options(context=32, cache=cache, batch=(), speculate=()) for cache in CACHES}
+    options = {cache: Options(context=32, kv_cache_type=cache, batch=(), verify_widths=()) for cache in CACHES}
     reports = [compile_model(checkpoint, out, options[cache]) for cache in ("f32", "f16", "f16", "f32")]
     assert [(report.manifest.cache, report.up_to_date) for report in reports] == [
         ("f32", False), ("f16", False), ("f16", True), ("f32", False),
@@ -153,7 +153,7 @@ def test_recurrent_states_stay_f32():
     assert [state.dtype for state in stored_as(states, "q8_0")] == ["i8", "i8", "f32"]
     assert [state.shape for state in stored_as(states, "q8_0")] == [(2, 8, 3, 20), (2, 8, 3, 20), (2, 8, 48)]
     assert stored_as(states, "f32") == tuple(states)
-    for refusing in (lambda: stored_as(states, "f8"), lambda: Options(cache="f8")):
+    for refusing in (lambda: stored_as(states, "f8"), lambda: Options(kv_cache_type="f8")):
         with pytest.raises(EmitError, match="cache( type)?:? 'f8'.* f32, f16, q8_0"):
             refusing()
 

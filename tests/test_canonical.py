@@ -30,7 +30,7 @@ VOCAB, HIDDEN, HEADS, HEAD_DIM, INNER, LAYERS = 97, 64, 3, 64, 96, 2
 # Long enough that threads share the positions of a context.
 PROMPT = np.random.default_rng(0).integers(0, VOCAB, 104).tolist()
 # By storage type: options, and targets besides the host that must give the same bits.
-WAYS = {"f32": ({}, ("x86-64-v3",)), "q8_0": ({"weights": "q8_0", "cache": "f16"}, ())}
+WAYS = {"f32": ({}, ("x86-64-v3",)), "q8_0": ({"weights": "q8_0", "kv_cache_type": "f16"}, ())}
 
 
 def checkpoint(directory: Path) -> Path:
@@ -58,7 +58,7 @@ def checkpoint(directory: Path) -> Path:
 
 
 def compile_bundle(checkpoint: Path, out: Path, **options) -> Path:
-    options = {"context": 112, "batch": (3,), "speculate": (4,), "numerics": "canonical", **options}
+    options = {"context": 112, "batch": (3,), "verify_widths": (4,), "numerics": "canonical", **options}
     return compile_model(checkpoint, out, Options(**options)).bundle
 
 
@@ -70,7 +70,7 @@ def test_every_way_and_every_cpu_gives_the_same_bits(way, tmp_path):
     assert digest(logits) == wanted
     for target in targets:
         if not missing_features(resolve(target)):
-            other = compile_bundle(made, tmp_path / target, target=target, batch=(), speculate=(), **options)
+            other = compile_bundle(made, tmp_path / target, target=target, batch=(), verify_widths=(), **options)
             assert digest(check_prompts(other, PROMPT)) == wanted, target
 
 
@@ -87,7 +87,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_layer_keeps_its_bits(family, tmp_path):
     made = tiny_model(family, tmp_path / "checkpoint", **FAMILIES[family])
-    path = compile_bundle(made, tmp_path / "bundle", context=31, cache="q8_0", batch=(), speculate=())
+    path = compile_bundle(made, tmp_path / "bundle", context=31, kv_cache_type="q8_0", batch=(), verify_widths=())
     check_prompts(path, np.random.default_rng(2).integers(3, 200, 28).tolist())
 
 
@@ -96,7 +96,7 @@ def test_a_text_has_one_vector_whatever_its_call_takes(tmp_path):
     sizes = {"num_hidden_layers": 2, "local_attention": 64, "global_attn_every_n_layers": 2}
     made = encoders.write("modernbert", tmp_path / "model", pooling="mean", longest=100, **sizes)
     v3 = "host" if missing_features(resolve("x86-64-v3")) else "x86-64-v3"
-    options = {"context": 100, "batch": (), "speculate": ()}
+    options = {"context": 100, "batch": (), "verify_widths": ()}
     one = Encoder(compile_bundle(made, tmp_path / "one", embed=(72,), **options), 2)
     other = Encoder(compile_bundle(made, tmp_path / "other", embed=(100,), target=v3, **options), 1)
     for length in (1, 20, 70, 91):

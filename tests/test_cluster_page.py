@@ -50,7 +50,7 @@ def bundle(tmp_path_factory) -> Path:
     """A tiny model with a long context."""
     folder = tmp_path_factory.mktemp("cluster")
     checkpoint = serving.checkpoint(folder / "checkpoint", num_hidden_layers=1, max_position_embeddings=1024)
-    return compile_model(checkpoint, folder / "tiny", Options(context=1024, batch=(SLOTS,), speculate=())).bundle
+    return compile_model(checkpoint, folder / "tiny", Options(context=1024, batch=(SLOTS,), verify_widths=())).bundle
 
 
 @pytest.fixture(scope="module")

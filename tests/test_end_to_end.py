@@ -124,7 +124,7 @@ def test_portable_text_is_exact_through_xla(checkpoint_dir, oracle):
 
 def stream_sizes(checkpoint_dir, lowering: str, cache: str, context: int, tmp_path) -> dict[str, list[int]]:
     """Return the bytes of every copy and transient allocation in the stream-level IR."""
-    options = Options(context=context, lowering=lowering, cache=cache, batch=())
+    options = Options(context=context, lowering=lowering, kv_cache_type=cache, batch=())
     module = build_module(open_checkpoint(checkpoint_dir), options)
     source = tmp_path / f"{lowering}_{context}.mlir"
     source.write_text(print_module(module))

@@ -134,6 +134,8 @@ _GPUS = {
     "metal": ("metal", "", "", "(?!)"),
 }
 GPUS = tuple(_GPUS)
+# Driver of the runtime -> the target whose bundles it runs.
+TARGET_OF_DRIVER = {driver: name for name, (driver, *_) in _GPUS.items()}
 
 
 def resolve(name: str) -> Target:

@@ -31,7 +31,7 @@ MIN_GROUP = 8  # with fewer elements per scale, q8_0 would take at least as much
 
 @dataclass(frozen=True)
 class Cache:
-    """A format of KV cache rows: its name in `castiron compile --cache`, and its element type.
+    """A format of KV cache rows: its name, a value of --kv-cache-type, and its element type.
 
     A row is the stored key or value of one head at one position.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from castiron.emitter.abi import NUMERICS
+from castiron.emitter.abi import LOWERINGS, NUMERICS
 from castiron.emitter.graph.ir import Module
 from castiron.emitter.graph.stablehlo import LOWERED
 from castiron.emitter.graph.types import EmitError
@@ -28,8 +28,6 @@ from castiron.emitter.lowering.fusion import fuse
 from castiron.emitter.lowering.gpu_fusion import fuse_kernels
 from castiron.emitter.lowering.projection import NORM_LIMIT, Projector
 from castiron.emitter.lowering.rewrite import rewrite
-
-LOWERINGS = ("kernels", "portable", "gpu")
 
 
 def lower(

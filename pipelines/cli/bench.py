@@ -47,7 +47,7 @@ NAMES = ("llama.cpp", "hf")
 NOT_FOR = {
     "a kernel": ("against", "checkpoint"),
     "a random model": ("tokens", "checkpoint"),
-    "a compiled bundle": ("tokens", "codec", "numerics", "context", "cache"),
+    "a compiled bundle": ("tokens", "codec", "numerics", "context", "kv_cache_type"),
 }
 
 
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_options(group, "--numerics", default=None, help="as in castiron compile (default: exact)")
     add_options(group, "--context", help=f"positions of the KV cache (default: {CONTEXT})")
-    add_options(group, "--cache", default=None, help="type of the KV cache (default: f32)")
+    add_options(group, "--kv-cache-type", default=None, help="type of the KV cache (default: f32)")
     group.add_argument("--tokens", type=int, metavar="N", help="tokens that a kernel processes at once")
 
 
@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
         if args.kernel:
             run = bench_kernel.kernel_run(
                 args.kernel, args.shape, args.tokens, args.codec or "f32", args.numerics or "exact", settings.threads,
-                args.context or CONTEXT, args.cache or "f32",
+                args.context or CONTEXT, args.kv_cache_type or "f32",
             )  # fmt: skip
             progress("compiling the probes of the machine", 0.0)
             result = bench_kernel.measure(run, settings.rounds, Machine(settings.threads), progress)
@@ -124,7 +124,7 @@ def check(args: argparse.Namespace) -> None:
     subject = "a kernel" if args.kernel else "a random model" if args.shape else "a compiled bundle"
     for name in NOT_FOR[subject]:
         if getattr(args, name):
-            raise PipelineError(f"--{name} does not apply to {subject}; remove it")
+            raise PipelineError(f"--{name.replace('_', '-')} does not apply to {subject}; remove it")
     for name, minimum in (("threads", 1), ("prompt", 1), ("gen", 1), ("depth", 0), ("rounds", 1), ("context", 1)):
         value = getattr(args, name)
         if value is not None and value < minimum:
@@ -144,7 +144,7 @@ def compiled_shape(settings, args: argparse.Namespace, progress: Progress):
     from castiron.pipelines.evaluate.random_checkpoint import DEFAULT_CODEC, random_checkpoint
 
     checkpoint = random_checkpoint(args.shape, args.codec or DEFAULT_CODEC, progress)
-    options = {"numerics": args.numerics or "exact", "cache": args.cache or "f32", "threads": args.threads}
+    options = {"numerics": args.numerics or "exact", "kv_cache_type": args.kv_cache_type or "f32", "threads": args.threads}
     # Batch and verify functions are not measured.
     context = args.context or max(CONTEXT, settings.context)
-    return open_or_compile(checkpoint, Options(context=context, batch=(), speculate=(), **options), announce=True)
+    return open_or_compile(checkpoint, Options(context=context, batch=(), verify_widths=(), **options), announce=True)

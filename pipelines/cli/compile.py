@@ -16,14 +16,14 @@ EXAMPLES = """\
 examples:
   castiron compile smollm2-135m-instruct
   castiron compile ~/models/Llama-3.2-1B-Instruct -o build/llama --context 4096
-  castiron compile org/name-GGUF:Q4_K_M --cache q8_0
+  castiron compile org/name-GGUF:Q4_K_M --kv-cache-type q8_0
   castiron compile ~/models/base --adapter outputs/checkpoint-500 --weights q4_k_m --calibrate examples.txt
-  castiron compile build/model --module mine.vmfb    # --keep writes the flags of iree-compile
+  castiron compile build/model --module mine.vmfb    # --save-temps writes the flags of iree-compile
 
 --weights q8_0 and smaller types quantise checkpoints in f32, bf16 or f16; q4_k_m and q5_k_m mix
 types as llama.cpp does. castiron evaluate measures what that costs.
 
---json prints one object: bundle, up_to_date, seconds (by stage), files (bytes by name), cache
+--json prints one object: bundle, up_to_date, seconds (by stage), files (bytes by name), kv_cache_type
 (type), tokenizer (false: the bundle takes token ids only), left_out (tensors that are not part of
 the text model, by prefix), accuracy (with --numerics fast on this machine: the distance from exact
 numerics; else null). With --module: bundle, module, sha256.
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "--json")
     group = parser.add_argument_group("debugging")
     group.add_argument("--no-tuned", action="store_true", help="ignore tiles that castiron tune found on this machine")
-    group.add_argument("--keep", metavar="DIR", help="write all MLIR and the exact compiler commands to this folder")
+    group.add_argument("--save-temps", metavar="DIR", help="write all MLIR and the exact compiler commands to this folder")
     group.add_argument("--module", metavar="FILE", help="replace the module of the bundle MODEL by this .vmfb file")
     group.add_argument("--iree-flag", action="append", default=[], metavar="FLAG",
                        help="flag for iree-compile, as in --iree-flag=--iree-opt-level=O2; may be repeated")  # fmt: skip
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.compile.compile_options import GPU_LOWERING
     from castiron.pipelines.evaluate.perplexity import own_accuracy
 
-    out, keep = args.output or default_bundle(args.model), args.keep and Path(args.keep)
+    out, keep = args.output or default_bundle(args.model), args.save_temps and Path(args.save_temps)
     with Progress() as progress:
         report = compile_model(args.model, out, compile_options(args), progress, keep=keep, evaluate=own_accuracy)
     manifest, up_to_date, seconds = report.manifest, report.up_to_date, report.seconds
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         facts = {"bundle": str(report.bundle), "up_to_date": up_to_date, "seconds": seconds, "files": files}
         accuracy = manifest.accuracy and asdict(manifest.accuracy)
-        facts |= {"cache": manifest.cache, "tokenizer": tokenizer, "left_out": left_out, "accuracy": accuracy}
+        facts |= {"kv_cache_type": manifest.cache, "tokenizer": tokenizer, "left_out": left_out, "accuracy": accuracy}
         print(json.dumps(facts))
         return 0
     size = megabytes(sum(files.values())) + ("" if manifest.cache == "f32" else f", {manifest.cache} cache")
@@ -73,8 +73,8 @@ def main(args: argparse.Namespace) -> int:
     else:
         stages = ", ".join(f"{stage} {taken:.1f} s" for stage, taken in seconds.items())
         print(f"{out}: {size} ({stages})")
-    if args.keep:
-        print(f"{args.keep}: MLIR and compiler commands")
+    if args.save_temps:
+        print(f"{args.save_temps}: MLIR and compiler commands")
     if manifest.lowering == GPU_LOWERING:
         from castiron.emitter.kernels.gpu.words import widened
 

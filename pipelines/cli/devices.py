@@ -8,7 +8,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from castiron.pipelines.cli.options import GPUS, add_options
+from castiron.pipelines.cli.options import add_options
 from castiron.pipelines.terminal import megabytes
 
 EXAMPLES = """\
@@ -31,12 +31,13 @@ def main(args: argparse.Namespace) -> int:
     from castiron.pipelines.engine.memory import total_bytes
     from castiron.vmfb.cpu_features import host_cpu, host_features
     from castiron.vmfb.device.gpus import DRIVERS, DeviceError, DeviceInfo, devices_of
+    from castiron.vmfb.targets import TARGET_OF_DRIVER
 
     found = [(DeviceInfo("cpu", "local", host_cpu(), total_bytes(), "", tuple(sorted(host_features()))), "host")]
     unavailable = {}
     for driver in DRIVERS:
         try:
-            found.extend((info, GPUS[driver]) for info in devices_of(driver))
+            found.extend((info, TARGET_OF_DRIVER[driver]) for info in devices_of(driver))
         except DeviceError as error:
             unavailable[driver] = str(error)
     if args.json:

@@ -25,7 +25,7 @@ examples:
   castiron emit smollm2-135m-instruct > model.mlir
   castiron emit smollm2-135m-instruct --layer 3 --function decode_step
   castiron emit ~/models/Llama-3.2-1B --lowering portable --function prefill_128 -o prefill.mlir
-  castiron emit --kernel attention_decode --shape 9x3x64 --context 2048 --cache f16 --isa avx512
+  castiron emit --kernel attention_decode --shape 9x3x64 --context 2048 --kv-cache-type f16 --isa avx512
 
 --kernel           --shape                  --tokens
 {KERNELS}
@@ -112,6 +112,6 @@ def _kernel(args: argparse.Namespace) -> Module:
         threads=options.threads_or_cores,
         context=args.context or 8192,
         numerics=options.numerics,
-        cache=options.cache,
+        kv_cache_type=options.kv_cache_type,
     )
     return kernel_module(kernel)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from castiron.emitter.abi import QUANTISED
 from castiron.pipelines.cli.options import add_options
 from castiron.pipelines.compile.open_model import require_generation
-from castiron.pipelines.compile.weight_codecs import QUANTISED
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate.perplexity import (
     PERCENTILES,
@@ -53,7 +53,7 @@ divergence of the base's next-token distribution from the bundle's; Δp the prob
 next token by the bundle, minus that by the base; same top p the share of positions where both have
 the same most probable token. ± is one standard error.
 
---json prints one object: model, numerics, cache, text, context, chunks, tokens (scored), ppl (mean,
+--json prints one object: model, numerics, kv_cache_type, text, context, chunks, tokens (scored), ppl (mean,
 error), and base, which is null without --against: name, ppl, ppl_ratio, rms_delta_p and same_top_p
 (mean, error), and kld (mean, error, maximum, 99.0%, 90.0%, median). Probabilities are from 0 to 1.
 """
@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
             ppl = found.pop("ppl")
             base = {"name": name, "ppl": found.pop("ppl_base"), **found}
     facts = {
-        "model": manifest.name, "numerics": manifest.numerics, "cache": manifest.cache,
+        "model": manifest.name, "numerics": manifest.numerics, "kv_cache_type": manifest.cache,
         "text": text_name(bundle, args.text), "context": args.context,
         "chunks": len(chunks), "tokens": sum(len(chunk.targets) for chunk in chunks), "ppl": ppl, "base": base,
     }  # fmt: skip
@@ -97,8 +97,8 @@ def report(facts: dict) -> list[str]:
     """Return the lines to print; `facts` has the results, and is also what --json prints."""
     base = facts["base"]
     head = (
-        f"{facts['model']} ({arithmetic(facts['numerics'], facts['cache'])}), {facts['text']}: {facts['chunks']} chunks of "
-        f"{facts['context']} tokens, {facts['tokens']} count"
+        f"{facts['model']} ({arithmetic(facts['numerics'], facts['kv_cache_type'])}), {facts['text']}: "
+        f"{facts['chunks']} chunks of {facts['context']} tokens, {facts['tokens']} count"
     )
     if base is None:
         return [head, f"Final estimate: PPL = {facts['ppl']['mean']:.4f} +/- {facts['ppl']['error']:.5f}"]

@@ -3,7 +3,8 @@
 import argparse
 from collections.abc import Iterator, Sequence
 
-# Castiron's flag -> flags of other tools with the same meaning.
+# Castiron's flag -> flags of other tools, and former ones of castiron, with the same meaning. One that stands for two flags
+# means the one that the command has.
 SAME = {
     "--threads": "-t",
     "--context": "--ctx-size --max-model-len --n-ctx --num-ctx",
@@ -12,7 +13,7 @@ SAME = {
     "--repeat-penalty": "--repetition-penalty",
     "--system": "-sys --system-prompt",
     "--stop": "-r --reverse-prompt",
-    "--draft": "-md --model-draft --spec-draft-model --draft-model",
+    "--draft-model": "--draft -md --model-draft --spec-draft-model",
     "--json-schema": "-jf --json-schema-file",
     "--grammar": "--grammar-file",
     "--prefix-cache": "--slot-save-path",
@@ -22,6 +23,13 @@ SAME = {
     "--batch": "-np --parallel --max-num-seqs",
     "--n-gpu-layers": "--gpu-layers",
     "-m": "-hf -hfr --hf-repo",
+    "--save-temps": "--keep",
+    "--keep-alive": "--keep",
+    "--kv-cache-type": "--cache",
+    "--speculative": "--speculate",
+    "--verify-widths": "--speculate",
+    "--shutdown-timeout": "--grace",
+    "--max-queue": "--queue",
 }  # fmt: skip
 # Command -> flags that ask for what it does anyway, with the number of their values.
 ALWAYS = {
@@ -36,7 +44,7 @@ INSTEAD = {
     "-cnv --conversation -i --interactive": "run castiron chat",
     "-no-cnv --no-conversation": "run castiron run",
     "-np --parallel --max-num-seqs": "compile with castiron compile --batch 4,8",
-    "-ctk --cache-type-k -ctv --cache-type-v --kv-cache-dtype": "compile with castiron compile --cache q8_0",
+    "-ctk --cache-type-k -ctv --cache-type-v --kv-cache-dtype": "compile with castiron compile --kv-cache-type q8_0",
     "--lora --lora-scaled --adapter-path --enable-lora --lora-modules": "compile with castiron compile --adapter DIR",
     "--dtype --quantization": "compile with castiron compile --weights TYPE",
     "-j": "write the schema to a file, and give --json-schema FILE",
@@ -48,7 +56,7 @@ INSTEAD = {
     "--api-key-file": "set CASTIRON_API_KEY=KEY,KEY",
     "--cors-origins --allowed-origins": "give --cors ORIGIN",
     "--ssl-key-file --ssl-cert-file --ssl-keyfile --ssl-certfile": "put a reverse proxy in front of the server",
-    "--keepalive": "give --keep SECONDS",
+    "--keepalive": "give --keep-alive SECONDS",
     "--samplers --sampler-seq --sampling-seq --mirostat --mirostat-lr --mirostat-ent --typical --typical-p --xtc-probability"
     " --xtc-threshold --dry-multiplier --top-nsigma --top-n-sigma --dynatemp-range": "no such sampler; leave it out",
     "-fa --flash-attn --mlock --no-mmap -b --batch-size -ub --ubatch-size -tb --threads-batch --numa --prio --no-warmup"
@@ -56,7 +64,7 @@ INSTEAD = {
     " -tp --tensor-parallel-size --gpu-memory-utilization --enforce-eager --swap-space --trust-remote-code"
     " --rope-scaling --rope-freq-base --rope-freq-scale --no-context-shift --context-shift": "not needed; leave it out",
 }  # fmt: skip
-OWN = {flag: own for own, flags in SAME.items() for flag in flags.split()}
+OWN = [(flag, own) for own, flags in SAME.items() for flag in flags.split()]
 ADVICE = {flag: advice for flags, advice in INSTEAD.items() for flag in flags.split()}
 
 
@@ -66,6 +74,7 @@ def translated(parser: argparse.ArgumentParser, command: str, argv: Sequence[str
     Reports a usage error for a flag of another tool that the command cannot have.
     """
     known = parser._option_string_actions
+    own = {flag: name for flag, name in OWN if name in known}
     always = {flag: values for flags, values in ALWAYS.get(command, {}).items() for flag in flags.split()}
     words = iter(argv)
     for word in words:
@@ -78,8 +87,8 @@ def translated(parser: argparse.ArgumentParser, command: str, argv: Sequence[str
         elif flag in always:
             for _ in range(0 if equals else always[flag]):
                 next(words, None)
-        elif OWN.get(flag) in known:
-            yield f"{OWN[flag]}{equals}{value}"
+        elif flag in own:
+            yield f"{own[flag]}{equals}{value}"
         elif flag in ADVICE:
             parser.error(f"{flag} is not an option of this command: {ADVICE[flag]}")
         else:

@@ -137,7 +137,7 @@ def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
     try:
         ignored = ignored_keys(found.config)
         # Other functions read the same weights and states.
-        options = Options(prefill=(), batch=(), speculate=())
+        options = Options(prefill=(), batch=(), verify_widths=())
         module, context = build_module(found, options), context_of(found.config, options)
         packed = [param.type.nbytes for param in module.params.values()]
         states = next(iter(module.functions.values())).states

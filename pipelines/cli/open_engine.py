@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from castiron.pipelines.cli.options import GPUS, prefix_store
+from castiron.pipelines.cli.options import prefix_store
 from castiron.pipelines.terminal import Progress
 
 if TYPE_CHECKING:
@@ -19,15 +19,16 @@ def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False,
     checkpoint as a draft model, which is fast but less exact.
     """
     from castiron.pipelines.compile.open_model import is_bundle, open_or_compile
+    from castiron.vmfb.targets import TARGET_OF_DRIVER
 
     device, target = getattr(args, "device", None), "host"
     driver = (device or "cpu").partition(":")[0]
-    if driver in GPUS and not is_bundle(model):
+    if driver in TARGET_OF_DRIVER and not is_bundle(model):
         from castiron.vmfb.device.gpus import find_device
 
         # Before the compilation, which takes long.
         find_device(driver, device)
-        target = GPUS[driver]
+        target = TARGET_OF_DRIVER[driver]
     bundle = open_or_compile(
         model, announce=True, full_check=args.trust == "never", one_sequence=one_sequence, draft=draft, target=target
     )
@@ -54,22 +55,22 @@ def with_device(bundle: "Bundle", device: str | None) -> "Bundle":
 def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
     """Return (opened bundle, its engine) for `castiron run` and `castiron chat`.
 
-    If the options are given, the engine uses the draft model of --draft for speculative decoding,
-    and stores prefix caches in the folder of --prefix-cache.
+    The engine uses the draft model of --draft-model, and stores prefix caches in the folder of
+    --prefix-cache.
     """
     from castiron.pipelines.compile.open_model import check_draft_model, require_generation
     from castiron.pipelines.engine.engine import Engine
     from castiron.pipelines.engine.memory import mapped_weights, warn_of_shortage
 
-    if args.draft is not None:
-        check_draft_model(args.draft, args.bundle)
-    one_sequence = args.draft is args.speculate is args.prefix_cache is None
+    if args.draft_model is not None:
+        check_draft_model(args.draft_model, args.bundle)
+    one_sequence = args.draft_model is args.speculative is args.prefix_cache is None
     bundle, draft = require_generation(open_model(args.bundle, args, one_sequence)), None
     store = prefix_store(args, bundle.manifest)
-    if args.draft is not None:
+    if args.draft_model is not None:
         from castiron.pipelines.text.generation import open_draft
 
-        draft = open_draft(open_model(args.draft, args, draft=True), bundle, args.threads)
+        draft = open_draft(open_model(args.draft_model, args, draft=True), bundle, args.threads)
     manifests = [bundle.manifest, *([draft.session.manifest] if draft else [])]
     warn_of_shortage(mapped_weights(*manifests))
-    return bundle, Engine(bundle, args.threads, single=True, store=store, draft=draft, ngrams=args.speculate == "ngram")
+    return bundle, Engine(bundle, args.threads, single=True, store=store, draft=draft, ngrams=args.speculative == "ngram")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from castiron.emitter.abi import NUMERICS, STORAGE
+from castiron.emitter.abi import LOWERINGS, NUMERICS, STORAGE, WEIGHTS
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.locate import HubName, model_name
 from castiron.pipelines.terminal import print_message
@@ -19,15 +19,6 @@ if TYPE_CHECKING:
     from castiron.pipelines.engine.sampling import Sampling
     from castiron.vmfb.bundle.manifest import Manifest
 
-QUANTISED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "q4_k_m", "q5_k_m")
-WEIGHTS = ("native", "f32", "bf16", "f16", *QUANTISED)
-CACHES = tuple(STORAGE)
-TARGETS = (
-    "host", "x86-64-v3", "x86-64-v3-vnni", "x86-64-v4", "x86-64-v4-vnni", "x86-64-v4-bf16", "sapphirerapids", "aarch64",
-    "aarch64-i8mm",
-)  # fmt: skip
-# Drivers of the IREE runtime for GPUs, and the targets of their default bundles.
-GPUS = {"vulkan": "vulkan", "cuda": "cuda", "hip": "rocm", "metal": "metal"}
 # Metavars of arguments that cannot be empty; a text may be.
 PATHS_AND_NAMES = ("MODEL", "DIR|MODEL", "MODEL|DIR", "DIR", "FILE", "PATH", "IN", "OUT", "BASE", "NAME", "NxN")
 # Options that have no effect in greedy decoding.
@@ -66,27 +57,24 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def target_name(text: str) -> str:
-    """Return `text` if it is a valid value of --target, such as "x86-64-v4" or "cuda:sm_80".
+    """Check a value of --target, such as "x86-64-v4" or "cuda:sm_80"."""
+    from castiron.vmfb.targets import GPUS, TARGETS, is_gpu
 
-    For any other text, argparse.ArgumentTypeError is raised.
-    """
-    if text not in TARGETS and text.partition(":")[0] not in GPUS.values():
-        raise argparse.ArgumentTypeError(f"unknown target: {text!r}; choose from {', '.join((*TARGETS, *GPUS.values()))}")
+    if text not in TARGETS and not is_gpu(text):
+        raise argparse.ArgumentTypeError(f"unknown target: {text!r}; choose from {', '.join((*TARGETS, *GPUS))}")
     return text
 
 
 def device_name(text: str) -> str:
-    """Return `text` if it is a valid value of --device: "cpu", "vulkan", "vulkan:1", and so on.
+    """Check a value of --device, such as "cpu" or "vulkan:1"."""
+    from castiron.vmfb.targets import TARGET_OF_DRIVER
 
-    For any other text, argparse.ArgumentTypeError is raised.
-    """
-    if text.partition(":")[0] not in ("cpu", *GPUS):
+    if text.partition(":")[0] not in ("cpu", *TARGET_OF_DRIVER):
         raise argparse.ArgumentTypeError(f"unknown device: {text!r}; run castiron devices to list the devices")
     return text
 
 
-# Flags -> arguments of add_argument. Choices are repeated here because parsing must not import the emitter's kernels or
-# NumPy: castiron.pipelines.compile.compile_options.Options checks them again.
+# Flags -> arguments of add_argument. Parsing must not import the emitter's kernels or NumPy.
 SHARED: dict[str, dict[str, Any]] = {
     "--json": {"action": "store_true", "help": "print one JSON object"},
     "--threads": {"type": int, "metavar": "N", "help": "CPU threads (default: one per physical core)"},
@@ -104,7 +92,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--prefix-cache-size": {"type": float, "default": 4.0, "metavar": "GB",
                             "help": "size limit of that folder; deletes the least recently used (default: 4)"},
     "--json-schema": {"metavar": "FILE", "help": "generate JSON that matches the JSON schema in a file"},
-    "--draft": {"metavar": "DIR|MODEL", "help": "smaller model with the same vocabulary that proposes tokens"},
+    "--draft-model": {"metavar": "DIR|MODEL", "help": "smaller model with the same vocabulary that proposes tokens"},
     "--prompt-name": {"metavar": "NAME", "help": "put the model's prompt NAME before each text (castiron inspect lists them)"},
     "--dimensions": {"type": int, "metavar": "N", "help": "return only the first N numbers of each vector (default: all)"},
     "--adapter": {"metavar": "DIR", "help": "merge a PEFT LoRA adapter into the weights"},
@@ -117,12 +105,13 @@ SHARED: dict[str, dict[str, Any]] = {
     "-c --context": {"type": int, "metavar": "N", "help": "positions for prompt and answer (default: the bundle's)"},
     "--context": {"type": int, "metavar": "N", "help": "default context (default: the model's, at most 8192)"},
     "--max-context": {"type": int, "metavar": "N", "help": "largest context of run -c (default: the model's limit)"},
-    "--cache": {"choices": CACHES, "default": "f32", "help": "type of the KV cache (default: f32; others may change tokens)"},
+    "--kv-cache-type": {"choices": tuple(STORAGE), "default": "f32", "metavar": "TYPE",
+                        "help": f"type of the KV cache: {', '.join(STORAGE)} (default: f32; others may change tokens)"},
     "--numerics": {"choices": NUMERICS, "default": "exact", "metavar": "TYPE",
                    "help": "exact (default): HF's tokens; canonical: same bits everywhere; fast, draft: rounded"},
     "--batch": {"type": sizes, "default": (4, 8), "metavar": "B[,B]",
                 "help": "batch sizes for serve and batch, or none (default: 4,8)"},
-    "--speculate": {"type": sizes, "default": (2, 4, 8), "metavar": "T[,T]",
+    "--verify-widths": {"type": sizes, "default": (2, 4, 8), "metavar": "T[,T]",
                     "help": "numbers of tokens that speculation checks at once, or none (default: 2,4,8)"},
     "--embed": {"type": sizes, "default": (), "metavar": "T[,T]",
                 "help": "add functions that return hidden states of T tokens (default: none)"},
@@ -130,7 +119,7 @@ SHARED: dict[str, dict[str, Any]] = {
                  "help": "x86-64-v3, aarch64, vulkan, cuda:sm_80, rocm:gfx942, metal, ... (default: host)"},
     "--device": {"type": device_name, "metavar": "NAME",
                  "help": "GPU that runs the bundle, as castiron devices lists it (default: the first)"},
-    "--lowering": {"choices": ("kernels", "gpu", "portable"), "default": "", "metavar": "NAME",
+    "--lowering": {"choices": LOWERINGS, "default": "", "metavar": "NAME",
                    "help": "kernels: castiron's own for CPUs; gpu: those for GPUs; portable: StableHLO only"},
 }  # fmt: skip
 
@@ -203,7 +192,7 @@ def check_models_exist(args: argparse.Namespace) -> None:
 
     Raises CheckpointError for an argument that is neither an existing path nor a known name.
     """
-    for name in ("model", "bundle", "draft"):
+    for name in ("model", "bundle", "draft_model"):
         value = getattr(args, name, None)
         if isinstance(value, list):
             setattr(args, name, [existing_model(each) for each in value])
@@ -237,9 +226,9 @@ def check_threads(args: argparse.Namespace) -> None:
 
 
 def add_compile_options(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, "--weights", "--requantise", "--context", "--cache", "--numerics")
+    add_options(parser, "--weights", "--requantise", "--context", "--kv-cache-type", "--numerics")
     group = parser.add_argument_group("what is compiled")
-    add_options(group, "--max-context", "--adapter", "--calibrate", "--batch", "--speculate", "--embed", "--ignore-key")
+    add_options(group, "--max-context", "--adapter", "--calibrate", "--batch", "--verify-widths", "--embed", "--ignore-key")
     group = parser.add_argument_group("how it is compiled")
     add_options(group, "--target")
     add_options(group, "--threads", help="threads to divide kernels for (default: physical cores)")
@@ -251,8 +240,8 @@ def compile_options(args: argparse.Namespace) -> "Options":
     from castiron.pipelines.compile.compile_options import Options
 
     names = (
-        "context", "max_context", "weights", "requantise", "adapter", "calibrate", "numerics", "cache", "lowering", "target",
-        "batch", "speculate", "embed", "threads",
+        "context", "max_context", "weights", "requantise", "adapter", "calibrate", "numerics", "kv_cache_type", "lowering",
+        "target", "batch", "verify_widths", "embed", "threads",
     )  # fmt: skip
     return Options(
         **{name: getattr(args, name) for name in names},
@@ -311,7 +300,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool
     """Add the options for sampling, stopping and speculative decoding.
 
     model_default: whether defaults come from the model's generation_config, and repetition loops
-    are stopped by default. speculates: whether to add --speculate and --draft.
+    are stopped by default. speculates: whether to add --speculative and --draft-model.
     """
     own = "the model's, else " if model_default else ""
     group = parser.add_argument_group("sampling", None if model_default else "Greedy unless --temperature is given.")
@@ -331,8 +320,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool
                        help=f"stop a repetition loop (default: {'on' if model_default else 'off'})")  # fmt: skip
     if speculates:
         group = parser.add_argument_group("speculative decoding (faster, with the same tokens)")
-        group.add_argument("--speculate", choices=("ngram",), help="propose tokens where the text repeats itself")
-        add_options(group, "--draft")
+        group.add_argument("--speculative", choices=("ngram",), help="propose tokens where the text repeats itself")
+        add_options(group, "--draft-model")
 
 
 def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None = None) -> "Sampling":

@@ -9,7 +9,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from castiron.pipelines.cli.options import WEIGHTS, add_checkpoint, add_options
+from castiron.emitter.abi import WEIGHTS
+from castiron.pipelines.cli.options import add_checkpoint, add_options
 from castiron.pipelines.terminal import Progress, megabytes
 
 EXAMPLES = """\

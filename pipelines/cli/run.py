@@ -46,7 +46,7 @@ examples:
 --json prints one object: tokens, text (null without a tokenizer), reasoning_content (or null),
 prompt_tokens, cached_tokens (from --prefix-cache), finish_reason (stop, length or context),
 prefill_tok_s (without cached tokens), decode_tok_s, ttft_ms (from the start of prefill), load_s,
-peak_rss_mb, speculation (null without --speculate and --draft; else passes, tokens proposed and
+peak_rss_mb, speculation (null without --speculative and --draft-model; else passes, tokens proposed and
 accepted by ngram and draft, and draft_share of the decode time).
 """
 STDIN = 0

@@ -65,7 +65,7 @@ def encoder_sizes(checkpoint: Checkpoint, options: Options) -> EncoderSizes | No
 def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
     """Return the graph of a model; CheckpointError if a tensor is missing or unknown."""
     codecs = codecs_of(checkpoint, options.weights, options.requantise)
-    codec, cache, orders = lambda name: codecs.get(name, "f32"), options.cache, checkpoint.column_orders
+    codec, cache, orders = lambda name: codecs.get(name, "f32"), options.kv_cache_type, checkpoint.column_orders
     if sizes := encoder_sizes(checkpoint, options):
         pooling = checkpoint.encoding.pooling if checkpoint.encoding else None
         module = build(
@@ -73,7 +73,9 @@ def build_model(checkpoint: Checkpoint, options: Options) -> ModelModule:
         )
     else:
         context, positions = context_of(checkpoint.config, options), max_context_of(checkpoint.config, options)
-        prefill, verify, embed = ([w for w in of if w <= context] for of in (options.prefill, options.speculate, options.embed))
+        prefill, verify, embed = (
+            [w for w in of if w <= context] for of in (options.prefill, options.verify_widths, options.embed)
+        )
         module = build(checkpoint.config, codec, positions, prefill, verify, options.batch, embed, cache, orders=orders)
     required = {w.name: w.shape for w in module.weights.values() if w.values is None}
     if problems := missing_and_left_over(required, checkpoint):

@@ -90,7 +90,7 @@ def chunks_of(checkpoint: Checkpoint, text: str | Path) -> list[list[int]]:
 
 def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progress) -> dict[str, np.ndarray]:
     """Return columns' mean square inputs, divided by their average; `chunks` have equal lengths."""
-    model = build_model(checkpoint, Options(context=len(chunks[0]), prefill=(), batch=(), speculate=(), embed=(WIDTH,)))
+    model = build_model(checkpoint, Options(context=len(chunks[0]), prefill=(), batch=(), verify_widths=(), embed=(WIDTH,)))
     function = model.functions.pop(f"embed_{WIDTH}")
     model.functions.clear()
     names: list[tuple[tuple[str, ...], ...]] = [(group,) for group in sum_squared_inputs(model, function)]

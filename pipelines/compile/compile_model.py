@@ -62,7 +62,7 @@ from castiron.vmfb.targets import Target, missing_features, resolve
 # A function of (bundle, progress) that measures the bundle's accuracy, such as `own_accuracy`; progress takes (done, total).
 Evaluate = Callable[[Bundle, Callable[[int, int], None]], Accuracy | None]
 
-# Files that `castiron compile --keep` writes. The compiled module has the name TEXT in its debug information.
+# Files that `castiron compile --save-temps` writes. The compiled module has the name TEXT in its debug information.
 LAYERS, TEXT, COMMANDS = "layers.mlir", "module.mlir", "commands.sh"
 
 
@@ -237,7 +237,7 @@ def existing(out: Path) -> Bundle | None:
 
 def _weights_key(path: Path, options: Options, target: Target, module: Module, compiler: str) -> str:
     types = sorted((param.name, str(param.type)) for param in module.params.values())
-    of_weights = replace(options, context=None, prefill=(), batch=(), speculate=(), embed=(), iree_flags=())
+    of_weights = replace(options, context=None, prefill=(), batch=(), verify_widths=(), embed=(), iree_flags=())
     return hashlib.sha256(json.dumps([_key(path, of_weights, target, compiler), types]).encode()).hexdigest()
 
 

@@ -8,12 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from castiron.emitter.abi import NUMERICS, STORAGE
+from castiron.emitter.abi import LOWERINGS, NUMERICS, QUANTISED, STORAGE, WEIGHTS
 from castiron.emitter.graph.types import EmitError
-from castiron.emitter.lowering import LOWERINGS
 from castiron.emitter.models import read_config
 from castiron.emitter.shorten import shorten
-from castiron.pipelines.compile.weight_codecs import QUANTISED, WEIGHTS
 from castiron.vmfb.cpu_features import physical_cores
 from castiron.vmfb.targets import is_gpu
 
@@ -55,8 +53,10 @@ KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "tuple[int, ...]": (lambda value: tuple(map(_integer, value)), "integers"),
     "tuple[str, ...]": (lambda value: (value,) if isinstance(value, str) else tuple(map(_text, value)), "texts"),
 }  # fmt: skip
+# Former names of fields, which the Python API still accepts.
+FORMER_NAMES = {"cache": "kv_cache_type", "speculate": "verify_widths"}
 # Fields whose values are names, in any case.
-NAMES = ("weights", "numerics", "cache", "lowering")
+NAMES = ("weights", "numerics", "kv_cache_type", "lowering")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Options:
     context: default max tokens of a sequence; None: the model's limit, at most 8192.
     max_context: largest context with which the bundle can be opened; None: see `max_context_of`.
     lowering: empty: kernels for the target's CPU or GPU. target: of `vmfb.targets.resolve`.
-    prefill, embed, speculate: tokens per call of functions; batch: sequences per call.
+    prefill, embed, verify_widths: tokens per call of functions; batch: sequences per call.
     threads: among which kernels divide their work; None: one per core.
     iree_flags: flags for iree-compile after castiron's own.
     """
@@ -78,12 +78,12 @@ class Options:
     adapter: str | None = None
     calibrate: str | None = None
     numerics: str = "exact"
-    cache: str = "f32"
+    kv_cache_type: str = "f32"
     lowering: str = ""
     target: str = "host"
     prefill: tuple[int, ...] = (8, 32, 128)
     batch: tuple[int, ...] = (4, 8)
-    speculate: tuple[int, ...] = (2, 4, 8)
+    verify_widths: tuple[int, ...] = (2, 4, 8)
     embed: tuple[int, ...] = ()
     threads: int | None = None
     tuned: bool = True
@@ -106,11 +106,11 @@ class Options:
                 f"lowering {self.lowering!r} does not support target {self.target}; leave the lowering out "
                 "to use the default of the target"
             )
-        known = {"weights": WEIGHTS, "numerics": NUMERICS, "cache": STORAGE, "lowering": LOWERINGS}
+        known = {"weights": WEIGHTS, "numerics": NUMERICS, "kv_cache_type": STORAGE, "lowering": LOWERINGS}
         for name, allowed in known.items():
             if getattr(self, name) not in allowed:
                 raise EmitError(f"unknown {name}: {getattr(self, name)!r}; use one of {', '.join(allowed)}")
-        for name, limit in (("batch", 64), ("speculate", 64), ("embed", 512)):
+        for name, limit in (("batch", 64), ("verify_widths", 64), ("embed", 512)):
             sizes = getattr(self, name)
             if len(set(sizes)) != len(sizes) or min(sizes, default=2) < 2 or max(sizes, default=0) > limit:
                 raise EmitError(f"{name} is {', '.join(map(str, sizes))}; give distinct sizes from 2 to {limit}")
@@ -130,7 +130,7 @@ class Options:
 
     def for_one_sequence(self) -> Options:
         """Return a copy with only the functions for one prompt at a time."""
-        return replace(self, prefill=self.prefill[1:2] or self.prefill, batch=(), speculate=())
+        return replace(self, prefill=self.prefill[1:2] or self.prefill, batch=(), verify_widths=())
 
     @classmethod
     def for_draft(cls, target: str = "host") -> Options:
@@ -138,7 +138,7 @@ class Options:
         # Kernels for GPUs do not round activations.
         numerics = "exact" if is_gpu(target) else "draft"
         return cls(
-            weights="q4_0", requantise=True, numerics=numerics, prefill=(8, 32), batch=(), speculate=(), target=target
+            weights="q4_0", requantise=True, numerics=numerics, prefill=(8, 32), batch=(), verify_widths=(), target=target
         )  # fmt: skip
 
     @property

@@ -91,7 +91,7 @@ def decode_on_cpu(checkpoint: Checkpoint, options: Options, importance: Importan
     target = TARGETS["host"]
     own = replace(
         options, target="host", lowering="kernels" if target.isa else "portable", numerics="exact", context=STEPS,
-        max_context=STEPS, prefill=(), batch=(), speculate=(), embed=(), iree_flags=(),
+        max_context=STEPS, prefill=(), batch=(), verify_widths=(), embed=(), iree_flags=(),
     )  # fmt: skip
     if checkpoint.encoding is not None:
         return None

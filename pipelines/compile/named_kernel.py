@@ -55,7 +55,7 @@ class KernelRequest:
     threads: int = 2
     context: int = 8192
     numerics: str = "exact"
-    cache: str = "f32"
+    kv_cache_type: str = "f32"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, Kern
         tokens = asked.tokens
         widths = [(tokens,) if function == kind and tokens > 1 else () for kind in ("prefill", "verify", "decode_batch")]
         codec = lambda weight: asked.codec if "embed_tokens" in weight else "f32"
-        model = build(config, codec, asked.context, *widths, cache=asked.cache)
+        model = build(config, codec, asked.context, *widths, cache=asked.kv_cache_type)
         lowered = lower(model, "kernels", asked.isa, asked.threads)
         chosen = lowered.functions[f"{function}_{tokens}" if tokens > 1 else "decode_step"]
         kernels = (op.attrs["kernel"] for op in chosen.ops if op.kind == "kernel")

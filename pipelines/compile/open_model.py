@@ -124,7 +124,7 @@ def _vocabulary(model: str | Path | Bundle, options: Options, progress: Report) 
         return Vocabulary.of(bundle)
     checkpoint = open_checkpoint(source, progress)
     if checkpoint.encoding:
-        raise PipelineError(f"{checkpoint.path} is an embedding model, for which there are no drafts; leave --draft out")
+        raise PipelineError(f"{checkpoint.path} is an embedding model, for which there are no drafts; leave --draft-model out")
     size = read_config(checkpoint.config).vocab
     content = check_tokenizer(checkpoint, size)
     load = lambda: Tokenizer(tokenizer_of(checkpoint.tokenizer or {}, checkpoint.path), vocab=size)
@@ -151,9 +151,10 @@ def compile_to(
 
 def options_of(**options: Any) -> Options:
     """Return `Options` from keyword arguments; sizes may be an int, or None for no size."""
-    from castiron.pipelines.compile.compile_options import Options
+    from castiron.pipelines.compile.compile_options import FORMER_NAMES, Options
 
-    for name in {"prefill", "batch", "speculate", "embed"} & options.keys():
+    options = {FORMER_NAMES.get(name, name): value for name, value in options.items()}
+    for name in {"prefill", "batch", "verify_widths", "embed"} & options.keys():
         sizes = options[name]
         options[name] = () if sizes is None else (sizes,) if isinstance(sizes, int) else sizes
     return Options(**options)

@@ -60,7 +60,7 @@ def quantise(model: str | Path, out: Path, options: Options, progress: Progress)
             f"{options.weights} instead, or give a GGUF file without --adapter"
         )
     # Reject an invalid checkpoint before anything is written.
-    build_model(checkpoint, replace(options, context=1, prefill=(), batch=(), speculate=()))
+    build_model(checkpoint, replace(options, context=1, prefill=(), batch=(), verify_widths=()))
     # Filled in after the checks below, and before the first tensor is read.
     importance: dict[str, np.ndarray] = {}
     entries, tensors = (_copied if copies else _exported)(checkpoint, options, importance)

@@ -13,17 +13,12 @@ from types import MappingProxyType
 
 import numpy as np
 
+from castiron.emitter.abi import FLOATS, MIXES
 from castiron.emitter.codecs import codec_of, row_bytes
-from castiron.emitter.codecs.quantise import ENCODERS, convert
+from castiron.emitter.codecs.quantise import convert
 from castiron.emitter.graph.ir import Module, Param
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
 from castiron.vmfb.bundle.irpa import write_irpa
-
-FLOATS = ("f32", "bf16", "f16")
-# By name of a mix: the codec of most matrices.
-MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
-QUANTISED = (*ENCODERS, *MIXES)
-WEIGHTS = ("native", *FLOATS, *QUANTISED)
 
 Importance = Mapping[str, np.ndarray]
 UNIFORM: Importance = MappingProxyType({})

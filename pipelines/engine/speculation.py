@@ -110,7 +110,7 @@ class Speculator:
         self.session, self.request, self.draft, self.clock = session, request, draft, clock
         self.widths = session.manifest.widths("verify")
         if not self.widths:
-            raise PipelineError("the bundle has no verify functions for speculation; compile it with --speculate 2,4,8")
+            raise PipelineError("the bundle has no verify functions for speculation; compile it with --verify-widths 2,4,8")
         self.ngrams, self.match_rates = Ngrams([*map(int, request.prompt)]), HitRates(FOLLOWED, 0.98)
         self.costs = draft.costs if draft else CallCosts()
         self.stats = {"ngram": SourceStats()} | ({"draft": SourceStats()} if draft else {})

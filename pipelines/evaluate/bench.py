@@ -60,7 +60,7 @@ def bench(
         "machine": describe(rounds),
         "ratios": {name: ratios(ours, peer) for name, peer in peers.items()},
         "settings": {
-            "model": manifest.name, "weights": manifest.weights, "numerics": manifest.numerics, "cache": manifest.cache,
+            "model": manifest.name, "weights": manifest.weights, "numerics": manifest.numerics, "kv_cache_type": manifest.cache,
             **asdict(settings),
         },
         "missing": missing,

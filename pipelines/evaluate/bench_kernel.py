@@ -115,13 +115,13 @@ def kernel_run(
     isa = resolve("host").isa
     of_machine = {"isa": isa, "threads": threads}
     kernel = named_kernel(
-        kind, shape, tokens=tokens, codec=codec, context=context, numerics=numerics, cache=cache, **of_machine
+        kind, shape, tokens=tokens, codec=codec, context=context, numerics=numerics, kv_cache_type=cache, **of_machine
     )
     tokens = KINDS[kind].tokens[0] if tokens is None else tokens
     context = max(context, tokens)
     settings = {
         "kernel": kind, "shape": shape, "tokens": tokens, "codec": codec, "numerics": numerics, **of_machine,
-        "context": context, "cache": cache,
+        "context": context, "kv_cache_type": cache,
     }  # fmt: skip
     return KernelRun(kernel, settings, context - (1 if kind == "attention_decode" else tokens))
 

@@ -36,7 +36,7 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
     if checkpoint.encoding:
         raise CheckpointError(f"{checkpoint.path} is an embedding model; give castiron diff a model that generates text")
     width = len(tokens)
-    options = Options(context=width, lowering=lowering, prefill=(width,), batch=(), speculate=())
+    options = Options(context=width, lowering=lowering, prefill=(width,), batch=(), verify_widths=())
     model = build_model(checkpoint, options)
     check_finite(checkpoint)
     module = lower(model, lowering)

@@ -224,9 +224,10 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
     import torch
     from transformers.pytorch_utils import Conv1D
 
+    from castiron.emitter.abi import FLOATS, QUANTISED
     from castiron.emitter.codecs import dequantise
     from castiron.emitter.codecs.quantise import convert
-    from castiron.pipelines.compile.weight_codecs import FLOATS, QUANTISED, codecs_of
+    from castiron.pipelines.compile.weight_codecs import codecs_of
 
     codecs = codecs_of(checkpoint, weights, requantise=True)
     transposed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}

@@ -77,7 +77,7 @@ REFUSED: Rows = [
      f" {CHAT}:add_special_tokens",
      equal(True), "not supported"),
     ("skip_special_tokens spaces_between_special_tokens", equal(False), "not supported"),
-    ("n n_cmpl", above(64), "above --queue"),
+    ("n n_cmpl", above(64), "above --max-queue"),
     ("length_penalty", lambda value: value not in (None, 1), "no beam search"), ("prompt_logprobs", outside(0, 20), "at most 20"),
     ("min_tokens", above(4), "above max_tokens"), ("truncate_prompt_tokens", equal(0), "nothing to read"),
     ("priority", bool, "needs --scheduling-policy priority"), ("logits_processors", bool, "not supported"),

@@ -61,7 +61,7 @@ def every_request(rng: random.Random):
 
 
 def test_any_request_is_answered_or_rejected(path, tmp_path):
-    with served(path, tmp_path / "log", "--temperature", "0", "--quiet", "--queue", "200") as server:
+    with served(path, tmp_path / "log", "--temperature", "0", "--quiet", "--max-queue", "200") as server:
         parts = urllib.parse.urlsplit(server.url)
         statuses, rng = set(), random.Random(7)
         connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)

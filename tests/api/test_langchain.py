@@ -33,7 +33,7 @@ def look_out(closed: bool) -> str:
 def bundle(tmp_path_factory):
     directory = tmp_path_factory.mktemp("langchain") / "tiny"
     checkpoint = served.checkpoint(directory, served.TOOLS_TEMPLATE, num_hidden_layers=1, max_position_embeddings=1024)
-    return compile_model(checkpoint, checkpoint / "bundle", Options(context=1024, batch=(), speculate=())).bundle
+    return compile_model(checkpoint, checkpoint / "bundle", Options(context=1024, batch=(), verify_widths=())).bundle
 
 
 @pytest.fixture(scope="module")

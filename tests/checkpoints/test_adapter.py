@@ -125,7 +125,7 @@ def test_a_bf16_checkpoint_stays_one(tmp_path):
 
 
 def test_a_bundle_with_an_adapter_gives_hfs_tokens(base, adapter, tmp_path):
-    options = Options(context=48, batch=(), speculate=(), adapter=str(adapter))
+    options = Options(context=48, batch=(), verify_widths=(), adapter=str(adapter))
     bundle = open_bundle(compile_model(base, tmp_path / "out", options).bundle)
     tokens = np.random.default_rng(5).integers(3, 211, 30).tolist()
     adapted = PeftModel.from_pretrained(hf.load(base, 1), str(adapter)).base_model.model
@@ -140,7 +140,7 @@ def test_a_bundle_with_an_adapter_gives_hfs_tokens(base, adapter, tmp_path):
 
 
 def test_a_changed_adapter_makes_a_new_bundle(base, copy, tmp_path):
-    options = Options(context=16, lowering="portable", batch=(), speculate=(), adapter=str(copy))
+    options = Options(context=16, lowering="portable", batch=(), verify_widths=(), adapter=str(copy))
     bundle = open_bundle(compile_model(base, tmp_path / "out", options).bundle)
     assert compile_model(base, tmp_path / "out", options).up_to_date
     tensors = {name: tensor * 2 for name, tensor in load_file(copy / "adapter_model.safetensors").items()}

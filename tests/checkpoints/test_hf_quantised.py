@@ -247,7 +247,7 @@ def test_logits_of_every_scheme_and_family_are_those_of_hf(scheme, family, tmp_p
 def assert_tokens_of_hf(scheme: str, family: str, directory) -> None:
     """Compile a bundle, and compare greedy tokens."""
     quantised, plain = made(directory, scheme, family)
-    options = Options(context=64, batch=(2,), speculate=(), prefill=(16,))
+    options = Options(context=64, batch=(2,), verify_widths=(), prefill=(16,))
     bundle = open_bundle(compile_model(quantised, directory / "bundle", options).bundle)
     assert bundle.manifest.codecs[SCHEMES[scheme].codec] >= 14
     tokens = prompt(211, 20)

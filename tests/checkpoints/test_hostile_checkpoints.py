@@ -33,7 +33,7 @@ from tests.support.valid_checkpoints import HYBRIDS, write_valid
 FAMILIES = ("llama", "gemma3_text", "gemma4_text", "glm4_moe_lite", "gpt_oss", "falcon_h1", "lfm2", "llama with yarn",
             "llama with longrope")  # fmt: skip
 MUTANTS = 60
-OPTIONS = Options(prefill=(8,), batch=(), speculate=(), lowering="portable", tuned=False)
+OPTIONS = Options(prefill=(8,), batch=(), verify_widths=(), lowering="portable", tuned=False)
 
 
 @pytest.fixture(scope="module")

@@ -279,7 +279,7 @@ def test_a_full_disk_and_a_read_only_cache_end_in_one_line(hub, tmp_path, monkey
 
 
 def test_the_manifest_names_the_hub_repository_and_commit(hub, tmp_path, capsys):
-    plain = ["--context", "8", "--lowering", "portable", "--batch", "none", "--speculate", "none"]
+    plain = ["--context", "8", "--lowering", "portable", "--batch", "none", "--verify-widths", "none"]
     assert cli.main(["compile", "org/tiny-GGUF:Q4_K_M", "-o", "out", *plain]) == 0
     source = {"repository": "org/tiny-GGUF", "revision": COMMIT, "file": "tiny-Q4_K_M.gguf"}
     bundle = open_bundle(tmp_path / "out")

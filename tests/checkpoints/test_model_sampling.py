@@ -128,7 +128,7 @@ def test_chat_defaults_to_the_models_sampling(bundle, monkeypatch, capsys):
     monkeypatch.setattr(chat.Console, "run", lambda self: found.append(self.chat.sampler.sampling) or 0)
     monkeypatch.setattr(chat.sys, "stdin", type("Terminal", (), {"isatty": lambda _: True})())
     monkeypatch.setattr(chat, "ChatInput", lambda *_: None)
-    for more in ([], ["--temperature", "0"], ["--top-k", "3", "--seed", "1"], ["--speculate", "ngram"]):
+    for more in ([], ["--temperature", "0"], ["--top-k", "3", "--seed", "1"], ["--speculative", "ngram"]):
         assert cli.main(["chat", str(bundle), *more, "--threads", "1"]) == 0
     shown = capsys.readouterr().err
     own = model_sampling(OWN)

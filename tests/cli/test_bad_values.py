@@ -116,8 +116,8 @@ def test_an_empty_path_is_not_an_option_that_is_absent(folder, monkeypatch, caps
     """`--adapter "$ADAPTER"` with an unset variable compiled the model without an adapter."""
     monkeypatch.chdir(folder)
     for argv, name in (
-        (["compile", "G", "--adapter", ""], "--adapter"), (["compile", "G", "--keep", ""], "--keep"), (["run", ""], "DIR|MODEL"),
-        (["quantise", "G", "-o", ""], "-o/--output"), (["serve", "B", ""], "DIR|MODEL"), (["run", "B", "--draft", ""], "--draft"),
+        (["compile", "G", "--adapter", ""], "--adapter"), (["compile", "G", "--save-temps", ""], "--save-temps"), (["run", ""], "DIR|MODEL"),
+        (["quantise", "G", "-o", ""], "-o/--output"), (["serve", "B", ""], "DIR|MODEL"), (["run", "B", "--draft-model", ""], "--draft-model"),
     ):  # fmt: skip
         with pytest.raises(SystemExit):
             cli.main(argv)

@@ -159,7 +159,7 @@ def test_a_faulty_model_has_one_message_in_every_command(faulty, model, capsys):
 
 
 @pytest.mark.parametrize("argv", [["run", "missing"], ["embed", "missing"], ["verify", "missing", "-n", "0"], ["run", "BUNDLE",
-                         "--draft", "missing"], ["batch", "missing", "in.txt", "-o", "out.txt"]])  # fmt: skip
+                         "--draft-model", "missing"], ["batch", "missing", "in.txt", "-o", "out.txt"]])  # fmt: skip
 def test_a_missing_path_is_reported_before_anything_else(faulty, bundle, argv, capsys):
     assert cli.main([bundle if word == "BUNDLE" else word for word in argv]) == 1
     assert "missing: no such file or directory" in complaint(capsys)
@@ -226,7 +226,9 @@ def test_names_of_types_have_any_case(capsys):
     texts = [cli.main(["emit", "--kernel", "gemv", "--shape", "16x32", "--codec", codec]) or capsys.readouterr().out
              for codec in ("q4_1", "Q4_1")]  # fmt: skip
     assert texts[0] == texts[1]
-    assert Options(weights="Q4_K_M", cache="F16", numerics="FAST") == Options(weights="q4_k_m", cache="f16", numerics="fast")
+    assert Options(weights="Q4_K_M", kv_cache_type="F16", numerics="FAST") == Options(
+        weights="q4_k_m", kv_cache_type="f16", numerics="fast"
+    )
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

@@ -118,7 +118,7 @@ def reports(monkeypatch, tmp_path):
 
     def measure(checkpoint, chunks, progress):
         runs.append(chunks)
-        weights = build_model(checkpoint, Options(context=16, prefill=(), batch=(), speculate=(), embed=(8,))).weights
+        weights = build_model(checkpoint, Options(context=16, prefill=(), batch=(), verify_widths=(), embed=(8,))).weights
         return {n: np.arange(1, w.shape[1] + 1, dtype=np.float32) for n, w in weights.items() if len(w.shape) == 2}
 
     monkeypatch.setattr(calibration, "measure", measure)
@@ -139,7 +139,9 @@ def test_weights_are_quantised_by_their_importance(directory, tmp_path, reports)
     assert np.array_equal(open_checkpoint(out).tensors[tensor.name].data, wanted)
     assert not np.array_equal(convert("f32", tensor.data, "q4_0"), wanted)
     # A bundle's weights are weighed, too.
-    module = build_model(open_checkpoint(directory), Options(context=16, weights="q4_0", prefill=(), batch=(), speculate=()))
+    module = build_model(
+        open_checkpoint(directory), Options(context=16, weights="q4_0", prefill=(), batch=(), verify_widths=())
+    )
     from castiron.emitter.lowering import lower
 
     lowered = lower(module)

@@ -49,5 +49,5 @@ def test_a_fault_of_the_weights_ends_the_compiler(tmp_path, monkeypatch):
     monkeypatch.setattr(compiling, "compile_modules", waiting)
     path = write_llama(tmp_path / "nan.gguf", None, {"output_norm.weight": np.full(HIDDEN, np.nan, np.float32)})
     with pytest.raises(CheckpointError, match="model.norm.weight has infinities or NaNs"):
-        compile_model(path, tmp_path / "out", Options(context=16, batch=(), speculate=(), threads=1))
+        compile_model(path, tmp_path / "out", Options(context=16, batch=(), verify_widths=(), threads=1))
     assert ended == [True] and list(tmp_path.iterdir()) == [path]

@@ -14,7 +14,7 @@ from castiron.vmfb.bundle.manifest import BundleError
 from castiron.vmfb.run.session import Session, SessionError
 from tests.support.tiny_gguf import write_llama
 
-FEW = {"batch": (2,), "speculate": (), "prefill": (8,), "threads": 1}
+FEW = {"batch": (2,), "verify_widths": (), "prefill": (8,), "threads": 1}
 PROMPT = list(range(1, 12))
 
 

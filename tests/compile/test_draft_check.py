@@ -53,7 +53,7 @@ def test_a_draft_with_a_different_vocabulary_is_refused(folder, capsys):
     model, other = str(folder / "model"), str(folder / "other")
     different = "different vocabularies from token 60 on"
     for argv in (["run", model, "a"], ["chat", model], ["serve", model, "--port", "0"]):
-        assert cli.main([*argv, "--draft", other]) == 1
+        assert cli.main([*argv, "--draft-model", other]) == 1
         assert different in complaint(capsys)
     with pytest.raises(PipelineError, match=different):
         castiron.load(model, draft=other)

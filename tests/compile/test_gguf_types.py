@@ -33,7 +33,7 @@ LEAVES = {
     "ffn_gate": (512, 256), "ffn_up": (512, 256), "ffn_down": (256, 512),
 }  # fmt: skip
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-OPTIONS = Options(context=16, batch=(), speculate=())
+OPTIONS = Options(context=16, batch=(), verify_widths=())
 
 
 def compiled(checkpoint: Path, out: Path, options: Options = OPTIONS) -> tuple[Bundle, np.ndarray]:

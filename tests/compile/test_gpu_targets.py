@@ -30,7 +30,7 @@ PREFILLED = sorted(SHAPES) if os.environ.get("CASTIRON_VULKAN") == "all" else ("
 @pytest.mark.parametrize(("family", "target"), [*CASES, ("llama", "cuda:sm_89"), ("llama", "rocm:gfx1100")])
 def test_a_family_compiles(family, target, tmp_path):
     made = pair(family, tmp_path / "checkpoint", **SHAPES[family][0])
-    options = Options(context=64, prefill=(8,), batch=(), speculate=(), target=target)
+    options = Options(context=64, prefill=(8,), batch=(), verify_widths=(), target=target)
     module = build_module(made.checkpoint, options)
     # The prefill of other families has hardly any other kernels, and takes longer to compile.
     part = module if family in PREFILLED else module.part("decode_step")

@@ -1,4 +1,4 @@
-"""--keep, --iree-flag and --module: the MLIR of a bundle, compiler flags, and modules compiled by
+"""--save-temps, --iree-flag and --module: a bundle's MLIR, compiler flags, and modules compiled by
 hand.
 """
 
@@ -26,7 +26,7 @@ from tests.support.tiny_gguf import write_llama
 from tests.support.toy_text import read_json
 from tests.test_end_to_end import greedy
 
-SMALL = ["--context", "16", "--batch", "none", "--speculate", "none", "--threads", "1"]
+SMALL = ["--context", "16", "--batch", "none", "--verify-widths", "none", "--threads", "1"]
 ROOT = Path(__file__).parents[2]
 
 
@@ -37,9 +37,9 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(checkpoint, tmp_path_factory):
-    """A folder with a bundle `out`, and with `kept`, what `--keep` wrote."""
+    """A folder with a bundle `out`, and with `kept`, what `--save-temps` wrote."""
     folder = tmp_path_factory.mktemp("made")
-    assert cli.main(["compile", checkpoint, "-o", str(folder / "out"), "--keep", str(folder / "kept"), *SMALL]) == 0
+    assert cli.main(["compile", checkpoint, "-o", str(folder / "out"), "--save-temps", str(folder / "kept"), *SMALL]) == 0
     return folder
 
 
@@ -121,9 +121,9 @@ def test_a_custom_module_runs_and_inspect_names_it(made, mine, checkpoint, tmp_p
     assert tokens(tmp_path / "out") == tokens(made / "out")
     assert cli.main(["inspect", str(tmp_path / "out")]) == 0
     assert re.search(rf"^module +not castiron's: {mine}", capsys.readouterr().out, re.MULTILINE)
-    # castiron compile writes its own module again, and with --keep the text also where nothing has changed.
+    # castiron compile writes its own module again, and with --save-temps the text also where nothing has changed.
     for _ in range(2):
-        compile_ = ["compile", checkpoint, "-o", str(tmp_path / "out"), "--keep", str(tmp_path), *SMALL, "--json"]
+        compile_ = ["compile", checkpoint, "-o", str(tmp_path / "out"), "--save-temps", str(tmp_path), *SMALL, "--json"]
         assert cli.main(compile_) == 0 and not read_json(capsys.readouterr().out)["up_to_date"]
         assert (tmp_path / "out/model.vmfb").read_bytes() == (made / "out/model.vmfb").read_bytes()
         assert (tmp_path / "module.mlir").read_text() == (made / "kept/module.mlir").read_text()
@@ -146,7 +146,7 @@ def test_a_packed_bundle_becomes_a_directory(made, mine, tmp_path, capsys):
         (
             "@decode_step(",
             "@decode(",
-            "has no function decode_step, which the manifest lists; compile the MLIR file that castiron compile --keep",
+            "has no function decode_step, which the manifest lists; compile the MLIR file that castiron compile --save-temps",
         ),
         ('"model"::"model.norm.weight"', '"model"::"model.gone.weight"', "does not fit the bundle's weights"),
     ],
@@ -160,7 +160,7 @@ def test_a_module_that_does_not_fit_is_rejected_and_the_bundle_stays(made, tmp_p
 
 def test_modules_of_other_types_and_files_that_are_none_are_rejected(made, checkpoint, tmp_path, capsys):
     """A module for fewer positions has caches of other shapes."""
-    other = compile_model(checkpoint, tmp_path / "other", Options(max_context=8, batch=(), speculate=(), threads=1)).bundle
+    other = compile_model(checkpoint, tmp_path / "other", Options(max_context=8, batch=(), verify_widths=(), threads=1)).bundle
     message = error(capsys, "compile", str(made / "out"), "--module", str(other / "model.vmfb"))
     assert "has inputs (i32, i32, 2x8x" in message and "manifest lists (i32, i32, 2x" in message
     (tmp_path / "text.vmfb").write_text("module {}")

@@ -56,7 +56,7 @@ def test_a_directory_is_read_back_as_itself(tmp_path, name):
         atol = 2**-20 if model_type.startswith(("gemma", "qwen3_5")) and len(tensor.shape) == 1 else 0
         np.testing.assert_allclose(after.tensors[tensor.name].dequantise(), tensor.dequantise(), 0, atol, err_msg=tensor.name)
     ours, theirs = (
-        build_model(checkpoint, Options(context=24, prefill=(8,), batch=(), speculate=())) for checkpoint in (before, after)
+        build_model(checkpoint, Options(context=24, prefill=(8,), batch=(), verify_widths=())) for checkpoint in (before, after)
     )
     assert {f.name: [(op.kind, op.path) for op in f.ops] for f in ours.functions.values()} == {
         f.name: [(op.kind, op.path) for op in f.ops] for f in theirs.functions.values()
@@ -207,7 +207,7 @@ def test_errors_are_one_line_and_leave_no_file(tmp_path, monkeypatch):
         full.setattr(files.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**9, 10**9 - 99, 99))
         refused(source, out, "out.gguf needs .* has 0.0 MB free")
         with pytest.raises(PipelineError, match="the bundle .* needs .* has 0.0 MB free; delete files there"):
-            compile_model(source, tmp_path / "bundle", Options(context=8, lowering="portable", batch=(), speculate=()))
+            compile_model(source, tmp_path / "bundle", Options(context=8, lowering="portable", batch=(), verify_widths=()))
         assert not (tmp_path / "bundle").exists()
     q8 = gguf.GGMLQuantizationType.Q8_0
     small = write_llama(tmp_path / "q8.gguf", tensors={"blk.0.attn_q.weight": (np.ones((64, 64), np.float32), q8)})

@@ -26,7 +26,7 @@ from tests.support.tiny_gguf import write_llama
 
 HOST = resolve("host")
 pytestmark = pytest.mark.usefixtures("own_cache")
-OPTIONS = Options(context=16, speculate=(), batch=(), threads=3)
+OPTIONS = Options(context=16, verify_widths=(), batch=(), threads=3)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_manifest_and_inspect_list_tuned_tiles(checkpoint, tmp_path, compiled, m
     known = matmuls(checkpoint)
     chosen = list(known.values())[2]
     store.add_findings([finding(chosen)])
-    arguments = ["compile", str(checkpoint), "--context", "16", "--speculate", "none", "--batch", "", "--threads", "3"]
+    arguments = ["compile", str(checkpoint), "--context", "16", "--verify-widths", "none", "--batch", "", "--threads", "3"]
 
     for more, tuned, line in (
         ((), {chosen.name: other_tiles(chosen)}, f"1 of {len(known)} matmuls, for 3 threads"),

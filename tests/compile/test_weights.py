@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from castiron.emitter.abi import FLOATS, MIXES, QUANTISED
 from castiron.emitter.codecs import dequantise
-from castiron.emitter.codecs.quantise import convert
+from castiron.emitter.codecs.quantise import ENCODERS, convert
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
-from castiron.pipelines.cli import options
 from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
-from castiron.pipelines.compile.weight_codecs import FLOATS, QUANTISED, WEIGHTS, codecs_of, convert_tensor
+from castiron.pipelines.compile.weight_codecs import codecs_of, convert_tensor
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.evaluate.verify import load_reference
 from castiron.reference import hf, tiny
@@ -50,8 +50,8 @@ def small(tmp_path_factory) -> Path:
     return tiny.tiny_model("llama", tmp_path_factory.mktemp("small") / "llama", dtype=torch.bfloat16, **sizes)
 
 
-def test_the_command_line_lists_all_weight_types():
-    assert options.WEIGHTS == WEIGHTS and options.QUANTISED == QUANTISED
+def test_every_quantised_type_has_an_encoder():
+    assert (*ENCODERS, *MIXES) == QUANTISED
 
 
 def test_a_mix_is_that_of_llama_cpp(gemma3):
@@ -144,7 +144,7 @@ def test_infinite_numbers_name_their_tensor(tmp_path):
 
 def test_a_quantised_bundle_gives_hfs_tokens(small, tmp_path):
     weights = "q4_k_m"
-    made = compile_model(small, tmp_path / weights, Options(context=56, weights=weights, batch=(), speculate=()))
+    made = compile_model(small, tmp_path / weights, Options(context=56, weights=weights, batch=(), verify_widths=()))
     bundle = open_bundle(made.bundle)
     oracle = load_reference(small, weights, 1)
     expected = hf.greedy(oracle, PROMPT, 12)

@@ -34,12 +34,12 @@ INSTANCES = {
     "attention_decode": "--shape 4x2x16 --context 64",
     "attention_prefill": "--shape 4x2x16 --context 64 --tokens 8",
     "rope_append": "--shape 4x2x16 --context 64 --tokens 8",
-    "attention_decode_f16": "--shape 4x2x16 --context 64 --cache f16",
-    "attention_prefill_f16": "--shape 4x2x16 --context 64 --tokens 8 --cache f16",
-    "rope_append_f16": "--shape 4x2x16 --context 64 --tokens 8 --cache f16",
-    "attention_decode_q8_0": "--shape 4x2x16 --context 64 --cache q8_0",
-    "attention_prefill_q8_0": "--shape 4x2x16 --context 64 --tokens 8 --cache q8_0",
-    "rope_append_q8_0": "--shape 4x2x16 --context 64 --tokens 8 --cache q8_0",
+    "attention_decode_f16": "--shape 4x2x16 --context 64 --kv-cache-type f16",
+    "attention_prefill_f16": "--shape 4x2x16 --context 64 --tokens 8 --kv-cache-type f16",
+    "rope_append_f16": "--shape 4x2x16 --context 64 --tokens 8 --kv-cache-type f16",
+    "attention_decode_q8_0": "--shape 4x2x16 --context 64 --kv-cache-type q8_0",
+    "attention_prefill_q8_0": "--shape 4x2x16 --context 64 --tokens 8 --kv-cache-type q8_0",
+    "rope_append_q8_0": "--shape 4x2x16 --context 64 --tokens 8 --kv-cache-type q8_0",
     "causal_conv": "--shape 16x3 --tokens 4",
     "gated_delta": "--shape 1x2x16x16 --tokens 4",
     "selective_scan": "--shape 1x2x16x16 --tokens 4",
@@ -52,7 +52,7 @@ INSTANCES = {
 
 def kernel(name: str) -> Kernel:
     words = shlex.split(INSTANCES[name])
-    given = {key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)}
+    given = {key.removeprefix("--").replace("-", "_"): value for key, value in zip(words[::2], words[1::2], strict=True)}
     numbers = {key: int(given.pop(key)) for key in ("tokens", "context") if key in given}
     return named_kernel(kind(name), given.pop("shape"), threads=2, **numbers, **{"isa": "avx2", **given})
 

@@ -7,12 +7,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from castiron.emitter.abi import LOWERINGS
 from castiron.emitter.graph.ir import current_function
 from castiron.emitter.graph.types import F32, EmitError, TensorType
 from castiron.emitter.layers import route
 from castiron.emitter.layers.kv_cache import CACHES
 from castiron.emitter.layers.step import ModelModule
-from castiron.emitter.lowering import LOWERINGS, lower
+from castiron.emitter.lowering import lower
 from castiron.emitter.models import build
 from castiron.pipelines.evaluate.random_checkpoint import raw_rows
 from castiron.reference import interpreter

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from castiron.emitter.lowering import LOWERINGS, lower
+from castiron.emitter.abi import LOWERINGS
+from castiron.emitter.lowering import lower
 from castiron.emitter.models import FAMILIES
 from castiron.reference import hf
 from tests.emitter.family_harness import TOLERANCE, Model, check_rows, pair, prompt

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from castiron.emitter.abi import KINDS, Function, State
+from castiron.emitter.abi import KINDS, LOWERINGS, Function, State
 from castiron.emitter.graph import ops
 from castiron.emitter.graph.ir import current_function
 from castiron.emitter.graph.types import F32, EmitError
 from castiron.emitter.layers.recurrences import causal_conv, gated_delta, selective_scan
 from castiron.emitter.layers.step import ModelModule
-from castiron.emitter.lowering import LOWERINGS, lower
+from castiron.emitter.lowering import lower
 from castiron.reference import interpreter
 
 ROOT = Path(__file__).parent.parent.parent

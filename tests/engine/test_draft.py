@@ -45,7 +45,7 @@ def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("draft")
     made = tiny.tiny_model("llama", folder / "checkpoint", seed=5, num_hidden_layers=1)
     served.tokenizer().save(str(made / "tokenizer.json"))
-    options = Options(context=served.CONTEXT // 2, batch=(), speculate=())
+    options = Options(context=served.CONTEXT // 2, batch=(), verify_widths=())
     return open_bundle(compile_model(made, folder / "bundle", options).bundle)
 
 
@@ -219,26 +219,26 @@ def test_commands_and_the_api_take_a_draft(target, small, tmp_path, capsys):
     path, draft = str(target.path), str(small.path)
     argv = ["run", path, "-p", PROMPT, "-n", "20", "--threads", "1", "--json"]
     found = []
-    for more in ([], ["--draft", draft], ["--draft", draft, "--temperature", "1", "--seed", "3"]):
+    for more in ([], ["--draft-model", draft], ["--draft-model", draft, "--temperature", "1", "--seed", "3"]):
         assert cli.main([*argv, *more]) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert found[0]["tokens"] == found[1]["tokens"] and found[0]["speculation"] is None
     assert set(found[2]["speculation"]["sources"]) == {"ngram", "draft"}
     with castiron.load(path, threads=1, draft=draft) as model:
         assert model.chat(PROMPT, max_tokens=20).tokens == found[0]["tokens"]
-    with served.served(target.path, tmp_path / "log", "--draft", draft) as running:
+    with served.served(target.path, tmp_path / "log", "--draft-model", draft) as running:
         body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 20, "temperature": 0}
         _, _, answer = served.ask(running.url, "/v1/chat/completions", body)
         assert answer["choices"][0]["message"]["content"] == found[0]["text"] and "; draft: weights" in running.errors
-    assert cli.main(["serve", path, "--keep", "9", "--draft", draft]) == 1
-    assert "--draft supports neither --keep nor several models" in capsys.readouterr().err
+    assert cli.main(["serve", path, "--keep-alive", "9", "--draft-model", draft]) == 1
+    assert "--draft-model supports neither --keep-alive nor several models" in capsys.readouterr().err
 
 
 def test_a_checkpoint_given_as_a_draft_is_compiled_for_speed(target, small, capsys):
     checkpoint = small.path.parent / "checkpoint"
     argv = ["run", str(target.path), "-p", PROMPT, "-n", "8", "--threads", "1", "--json"]
     tokens = []
-    for more in ([], ["--draft", str(checkpoint)]):
+    for more in ([], ["--draft-model", str(checkpoint)]):
         assert cli.main([*argv, *more]) == 0
         tokens.append(json.loads(capsys.readouterr().out)["tokens"])
     assert tokens[0] == tokens[1]
@@ -268,7 +268,7 @@ def test_rejects_a_draft_with_another_vocabulary(monkeypatch):
         (bundle_with([*two, b"d", b"e"], vocab=4), target, "from token 2 on"),
         (bundle_with(), target, "x has no tokenizer"),
         (bundle_with(vocab=4), bundle_with(), "cannot be compared"),
-        (bundle_with(three), bundle_with(three, verify=()), "compile it with --speculate 2,4,8"),
+        (bundle_with(three), bundle_with(three, verify=()), "compile it with --verify-widths 2,4,8"),
     ):
         with pytest.raises(PipelineError, match=message):
             check_draft(bad, model)

@@ -42,7 +42,7 @@ def test_inspect_reports_what_a_checkpoint_will_need(tmp_path, monkeypatch, caps
     source = write_llama(tmp_path / "x.gguf")
     assert cli.main(["inspect", str(source), "--json"]) == 0
     needs = json.loads(capsys.readouterr().out)["needs"]
-    manifest = compile_model(source, tmp_path / "bundle", Options(prefill=(8,), batch=(), speculate=())).manifest
+    manifest = compile_model(source, tmp_path / "bundle", Options(prefill=(8,), batch=(), verify_widths=())).manifest
     found = memory.needed(manifest)
     assert (needs["states"], needs["context"]) == (found.state, manifest.context)
     assert 0 < found.weights - needs["weights"] < 3 * 4096 + 256 * 40

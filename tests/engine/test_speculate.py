@@ -33,7 +33,7 @@ def bundle(tmp_path_factory):
     folder = tmp_path_factory.mktemp("speculate")
     checkpoint = tiny.tiny_model("llama", folder / "llama")
     return open_bundle(
-        compile_model(checkpoint, folder / "bundle", Options(context=CONTEXT, speculate=(4, 8), batch=())).bundle
+        compile_model(checkpoint, folder / "bundle", Options(context=CONTEXT, verify_widths=(4, 8), batch=())).bundle
     )
 
 

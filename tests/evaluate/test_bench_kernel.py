@@ -103,7 +103,7 @@ def test_the_json_object_has_its_documented_fields(tmp_path, capsys):
     assert result["flops"] == 2 * 64 * 256 and len(result["runs"]["us"]["values"]) == 2
     assert result["settings"] | {"isa": ""} == {
         "kernel": "gemv", "shape": "64x256", "tokens": 1, "codec": "q4_k", "numerics": "exact", "isa": "", "threads": 1,
-        "context": 4096, "cache": "f32", "rounds": 2,
+        "context": 4096, "kv_cache_type": "f32", "rounds": 2,
     }  # fmt: skip
     assert result["machine"]["read_gb_s"] == 10 and result["machine"][peak] in (100, 400)
     assert cli.main(argv) == 0

@@ -24,7 +24,7 @@ from tests.support import served, tiny_gguf
 from tests.support.toy_text import read_json
 
 CHUNK, CHUNKS = 48, 5
-OPTIONS = Options(context=served.CONTEXT, batch=(), speculate=(4, 8), lowering="portable")
+OPTIONS = Options(context=served.CONTEXT, batch=(), verify_widths=(4, 8), lowering="portable")
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_perplexity_is_torchs(bundle, model, capsys):
     assert found["ppl"]["mean"] == pytest.approx(float(loss.exp()), rel=1e-5)
     assert found["tokens"] == len(wanted) == CHUNKS * 23 and found["chunks"] == CHUNKS and found["context"] == CHUNK
     assert found["base"] is None and found["text"] == "evaluate_text.txt"
-    assert (found["numerics"], found["cache"]) == ("exact", "f32")
+    assert (found["numerics"], found["kv_cache_type"]) == ("exact", "f32")
     assert cli.main(evaluate(bundle)) == 0
     assert f"PPL = {found['ppl']['mean']:.4f} +/- {found['ppl']['error']:.5f}" in capsys.readouterr().out
 
@@ -294,7 +294,7 @@ def test_invalid_arguments_are_rejected(bundle, tmp_path, capsys):
 
 
 def test_a_base_with_other_tokens_or_a_short_context_is_rejected(bundle, checkpoint, tmp_path, capsys):
-    options = replace(OPTIONS, speculate=(), context=32, max_context=64)
+    options = replace(OPTIONS, verify_widths=(), context=32, max_context=64)
     other = compile_model(tiny_gguf.write_llama(tmp_path / "other.gguf"), tmp_path / "other", options).bundle
     assert "have different vocabularies" in complaint(capsys, bundle, "-c", "24", "--against", str(other))
     small = compile_model(checkpoint, tmp_path / "small", options).bundle

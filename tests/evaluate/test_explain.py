@@ -21,7 +21,7 @@ def fixed_machine(monkeypatch):
 def bundle(tmp_path_factory):
     directory = tmp_path_factory.mktemp("explained")
     checkpoint = write_llama(directory / "tiny.gguf")
-    return compile_model(checkpoint, directory / "out", Options(context=32, speculate=(), batch=(), threads=1)).bundle
+    return compile_model(checkpoint, directory / "out", Options(context=32, verify_widths=(), batch=(), threads=1)).bundle
 
 
 def explained(capsys, bundle, *options) -> dict:

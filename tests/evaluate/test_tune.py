@@ -112,7 +112,7 @@ def five_chains_are_faster(monkeypatch):
     monkeypatch.setattr("castiron.pipelines.evaluate.tune._STEPS", {"chains": lambda value: (5,)})
 
 
-TUNE = ["--speculate", "4", "--batch", "2", "--threads", "2"]
+TUNE = ["--verify-widths", "4", "--batch", "2", "--threads", "2"]
 
 
 def tune(checkpoint, capsys, *more: str) -> tuple[dict, str]:
@@ -122,7 +122,7 @@ def tune(checkpoint, capsys, *more: str) -> tuple[dict, str]:
 
 
 def test_gains_are_measured_for_the_given_functions(checkpoint, tmp_path):
-    options = Options(speculate=(4,), batch=(), threads=2)
+    options = Options(verify_widths=(4,), batch=(), threads=2)
     bench = Bench(checkpoint, options, ["decode_step", "verify_4"], tmp_path, lambda stage, done: None)
     found = bench.matmuls()
     assert {each.function for each in found.values()} == {"decode_step", "verify_4"}
@@ -168,7 +168,7 @@ def test_a_faster_kernel_that_is_wrong_is_dropped(checkpoint, five_chains_are_fa
 
 
 def test_answers_cover_every_function(checkpoint, tmp_path):
-    options = Options(speculate=(4,), batch=(2,), threads=2)
+    options = Options(verify_widths=(4,), batch=(2,), threads=2)
     bundle = Bench(checkpoint, options, [], tmp_path, lambda stage, done: None).bundle
     prompts = [[1, 2, 3], list(range(60))]
     found = answers(bundle, 2, prompts)

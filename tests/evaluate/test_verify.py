@@ -201,7 +201,7 @@ def test_only_peers_accept_a_checkpoint_in_a_different_format(directory, checkpo
 
 def test_a_bundle_finds_its_checkpoint_from_another_directory(directory, tmp_path, monkeypatch):
     monkeypatch.chdir(directory.parent)
-    options = Options(context=8, batch=(), speculate=(), lowering="portable")
+    options = Options(context=8, batch=(), verify_widths=(), lowering="portable")
     bundle = compile_model(directory.name, tmp_path / "out", options).bundle
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")

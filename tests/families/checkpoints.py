@@ -44,5 +44,5 @@ def write(name: str, directory: Path) -> Path:
 def bundle(name: str, lowering: str, directory: Path) -> Bundle:
     """Compile one bundle per process, beside its checkpoint, with batches of 2 and 4 and verify_4."""
     checkpoint = write(name, directory / name / lowering / "checkpoint")
-    options = Options(lowering=lowering, batch=(2, 4), speculate=(4,))
+    options = Options(lowering=lowering, batch=(2, 4), verify_widths=(4,))
     return open_bundle(compile_model(checkpoint, directory / name / lowering / "bundle", options).bundle)

@@ -140,7 +140,7 @@ def measure(shape: str, driver: str, device: str) -> dict:
     """Return decode and prefill speeds of random Q4_K_M weights, for one and eight sequences."""
     random_checkpoint.SHAPES[shape] = SHAPES[shape]
     checkpoint = random_checkpoint.random_checkpoint(shape, "q4_k", lambda stage, done: None)
-    options = Options(context=CONTEXT, target=driver, prefill=(PROMPT,), batch=(SLOTS,), speculate=())
+    options = Options(context=CONTEXT, target=driver, prefill=(PROMPT,), batch=(SLOTS,), verify_widths=())
     path = compile_model(checkpoint, FOLDER / f"{shape}-{driver}", options).bundle
     start = time.perf_counter()
     batch = Batch(open_bundle(path))

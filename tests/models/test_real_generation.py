@@ -31,7 +31,7 @@ def test_greedy_tokens_are_those_of_hf(name, tmp_path):
     bundle, prompts = tmp_path / "bundle", tmp_path / "prompts.jsonl"
     more = "\n".join(map(json.dumps, (FIM, LONG)))
     prompts.write_text((FOLDER / "verify_prompts.jsonl").read_text(encoding="utf-8") + more, encoding="utf-8")
-    run("compile", fetch(name) / "model.gguf", "-o", bundle, "--context", 4096, "--batch", "none", "--speculate", "none")
+    run("compile", fetch(name) / "model.gguf", "-o", bundle, "--context", 4096, "--batch", "none", "--verify-widths", "none")
     found = run("verify", bundle, "--prompts", prompts, "-n", 48)
     print(f"{name}: smallest margin of HF {min(prompt['smallest_hf_margin'] for prompt in found['prompts']):.4f}")
     assert found["compared"] == 34 and not found["skipped"]

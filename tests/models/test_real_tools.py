@@ -21,7 +21,16 @@ TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 def ask(tmp_path_factory):
     """Return a function that asks castiron for a message, given a text and fields of the request."""
     bundle = tmp_path_factory.mktemp("real") / "bundle"
-    run("compile", fetch("qwen2.5-coder-1.5b-instruct") / "model.gguf", "-o", bundle, "--batch", "none", "--speculate", "none")
+    run(
+        "compile",
+        fetch("qwen2.5-coder-1.5b-instruct") / "model.gguf",
+        "-o",
+        bundle,
+        "--batch",
+        "none",
+        "--verify-widths",
+        "none",
+    )
     with TestClient(open_app(bundle, threads=2)) as client:
 
         def message(text: str, **more) -> dict:

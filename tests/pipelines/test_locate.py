@@ -128,7 +128,7 @@ def test_ignore_key_ignores_a_config_key(llama, tmp_path, capsys):
     assert cli.main([*emit, "--ignore-key", "attention_chunk_size"]) == 0
     assert cli.main([*emit, "--ignore-key", "attention_chunk_siz"]) == 1
     assert "no key 'attention_chunk_siz'; remove --ignore-key for this key" in complaint(capsys)
-    compiled = ["compile", str(odd), "--context", "8", "--lowering", "portable", "--batch", "none", "--speculate", "none"]
+    compiled = ["compile", str(odd), "--context", "8", "--lowering", "portable", "--batch", "none", "--verify-widths", "none"]
     assert cli.main([*compiled, "-o", str(tmp_path / "out"), "--ignore-key", "attention_chunk_size"]) == 0
     capsys.readouterr()
     assert cli.main(["inspect", str(tmp_path / "out")]) == 0

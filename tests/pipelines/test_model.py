@@ -18,6 +18,7 @@ import pydantic
 import pytest
 
 import castiron
+from castiron.emitter.graph.types import EmitError
 from castiron.pipelines import model as model_file
 from castiron.pipelines.cli.main import command_parser
 from castiron.pipelines.cli.options import compile_options
@@ -289,7 +290,7 @@ def checkpoint(tmp_path, own_cache):
     return tiny.tiny_model("llama", tmp_path / "models" / "tiny")
 
 
-SMALL = {"context": 16, "batch": None, "speculate": None, "lowering": "portable"}
+SMALL = {"context": 16, "batch": None, "verify_widths": None, "lowering": "portable"}
 
 
 def test_a_changed_checkpoint_is_compiled_again(checkpoint, tmp_path):
@@ -315,7 +316,7 @@ def test_a_changed_checkpoint_is_compiled_again(checkpoint, tmp_path):
 
 def test_the_complete_bundle_follows_the_one_of_the_first_answer(checkpoint, tmp_path):
     """`castiron run` compiles what it needs; other commands compile the rest and pack nothing."""
-    options = options_of(threads=1, context=64, prefill=(8, 32), batch=2, speculate=4)
+    options = options_of(threads=1, context=64, prefill=(8, 32), batch=2, verify_widths=4)
     first = open_or_compile(checkpoint, options, one_sequence=True)
     assert [function.name for function in first.manifest.functions] == ["decode_step", "prefill_32"]
     with castiron.load(first, threads=1) as model:
@@ -390,8 +391,14 @@ def test_strings_and_paths_are_the_same_everywhere(checkpoint, tmp_path, form):
 def test_python_and_the_command_line_have_the_same_default_options():
     args = command_parser("compile").parse_args(["x"])
     assert options_of(**dataclasses.asdict(compile_options(args))) == Options()
-    assert options_of(batch=[2, 3], speculate=4) == Options(batch=(2, 3), speculate=(4,))
+    assert options_of(batch=[2, 3], verify_widths=4) == Options(batch=(2, 3), verify_widths=(4,))
     assert options_of(batch=None) == Options(batch=())
+
+
+def test_former_names_of_options_mean_the_new_ones(tmp_path):
+    assert options_of(cache="f16", speculate=None) == Options(kv_cache_type="f16", verify_widths=())
+    with pytest.raises(EmitError, match="unknown kv_cache_type: 'f8'"):
+        castiron.compile("x", tmp_path, cache="f8")
 
 
 def test_load_expands_home_and_rejects_a_missing_path(tmp_path, monkeypatch):

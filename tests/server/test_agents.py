@@ -79,7 +79,7 @@ def ask(server: served.Served, agent: str, task: str, *, continued: bool = False
 def path(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("agents")
     made = served.checkpoint(folder / "checkpoint", served.TOOLS_TEMPLATE, max_position_embeddings=CONTEXT)
-    return compile_model(made, folder / "tiny", Options(context=CONTEXT, batch=(4,), speculate=())).bundle
+    return compile_model(made, folder / "tiny", Options(context=CONTEXT, batch=(4,), verify_widths=())).bundle
 
 
 # Rejects a system message after the first message, as Qwen3.5's template does.

@@ -202,7 +202,7 @@ async def test_a_model_that_cannot_be_opened_is_an_error_of_its_requests_only(pa
 
 def test_castiron_serve_takes_multiple_bundles(paths, reference, tmp_path):
     with served(
-        paths[0], tmp_path / "log", str(paths[1]), "--keep", "60", "--prefix-cache", str(tmp_path / "states")
+        paths[0], tmp_path / "log", str(paths[1]), "--keep-alive", "60", "--prefix-cache", str(tmp_path / "states")
     ) as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
             assert [model.id for model in client.models.list().data] == NAMES

@@ -97,7 +97,7 @@ def test_a_server_of_multiple_models_has_the_same_description(path, front):
 @pytest.fixture(scope="module")
 def server(path, tmp_path_factory):
     log = tmp_path_factory.mktemp("openapi") / "log"
-    with served(path, log, "--temperature", "0", "--queue", "200", "--quiet", CASTIRON_API_KEY="key") as running:
+    with served(path, log, "--temperature", "0", "--max-queue", "200", "--quiet", CASTIRON_API_KEY="key") as running:
         yield running
 
 

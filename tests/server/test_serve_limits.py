@@ -30,14 +30,14 @@ LONG = {"messages": MESSAGES, "ignore_eos": True, "temperature": 0, "n": MANY}
 @pytest.fixture(scope="module")
 def server(path, tmp_path_factory):
     """A server with wide limits, so that only a test's own action fails."""
-    with served(path, tmp_path_factory.mktemp("serve") / "log", "--queue", "100", slow=STEP) as found:
+    with served(path, tmp_path_factory.mktemp("serve") / "log", "--max-queue", "100", slow=STEP) as found:
         yield found
     assert "Traceback" not in found.errors, found.errors
 
 
 @pytest.fixture(scope="module")
 def strict(path, tmp_path_factory):
-    options = ("--api-key", "first", "--queue", "2", "--max-body", "0.002")
+    options = ("--api-key", "first", "--max-queue", "2", "--max-body", "0.002")
     log = tmp_path_factory.mktemp("strict") / "log"
     with served(path, log, *options, slow=STEP, CASTIRON_API_KEY="second, third") as found:
         yield found
@@ -281,7 +281,7 @@ def test_sigterm_lets_requests_finish_and_ends_with_0(path, reference, tmp_path)
 @pytest.mark.parametrize("again", [True, False])
 def test_requests_that_exceed_the_grace_period_end_with_an_error(path, tmp_path, again):
     """Requests end after the grace period, or at once on a second signal."""
-    with served(path, tmp_path / "log", "--grace", "60" if again else "0.2", slow=STEP) as server:
+    with served(path, tmp_path / "log", "--shutdown-timeout", "60" if again else "0.2", slow=STEP) as server:
         connection, response = stream_of(server, {**LONG, "n": MANY})
         response.read(10)
         server.process.send_signal(signal.SIGTERM)
@@ -294,7 +294,7 @@ def test_requests_that_exceed_the_grace_period_end_with_an_error(path, tmp_path,
 
 
 def test_an_idle_server_ends_at_once_on_ctrl_c(path, tmp_path):
-    with served(path, tmp_path / "log", "--grace", "600") as server:
+    with served(path, tmp_path / "log", "--shutdown-timeout", "600") as server:
         idle = idle_connection(server)
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 0
@@ -329,7 +329,7 @@ def test_options_set_the_default_sampling(path, tmp_path):
     ("options", "message"),
     [
         (["--port", "70000"], "--port is 70000"),
-        (["--queue", "-1"], "--queue is -1"),
+        (["--max-queue", "-1"], "--max-queue is -1"),
         (["--timeout", "0"], "--timeout is 0"),
         (["--temperature", "3"], "--temperature is 3"),
         (["--repeat-penalty", "0"], "--repeat-penalty is 0"),

@@ -43,7 +43,7 @@ def read_fully(path: Path) -> None:
     warnings.simplefilter("error", RuntimeWarning)
     adapter = path / ADAPTER
     adapted = str(adapter) if adapter.is_dir() else None
-    options = Options(prefill=(8,), batch=(), speculate=(), lowering="portable", tuned=False, adapter=adapted)
+    options = Options(prefill=(8,), batch=(), verify_widths=(), lowering="portable", tuned=False, adapter=adapted)
     checkpoint = open_source(path, options)
     # One width of prefill is enough: the widths do not depend on the checkpoint.
     module = lower(build_model(checkpoint, options), options.lowering)

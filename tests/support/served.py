@@ -64,9 +64,9 @@ def checkpoint(directory: Path, template: str | None = None, **config) -> Path:
 
 
 @functools.cache
-def bundle(directory: Path, speculate: tuple[int, ...] = (), numerics: str = "exact") -> Path:
+def bundle(directory: Path, verify_widths: tuple[int, ...] = (), numerics: str = "exact") -> Path:
     """Compile the model below `directory`, once per process."""
-    options = Options(context=CONTEXT, batch=(SLOTS,), speculate=speculate, numerics=numerics)
+    options = Options(context=CONTEXT, batch=(SLOTS,), verify_widths=verify_widths, numerics=numerics)
     return compile_model(checkpoint(directory / "checkpoint"), directory / "tiny", options).bundle
 
 

@@ -22,7 +22,7 @@ def embedding(path, tmp_path_factory):
     """Return a model with embed_8, and a function from text to HF's states [tokens, hidden]."""
     checkpoint = path.parent / "checkpoint"
     out = tmp_path_factory.mktemp("embedding") / "bundle"
-    castiron.compile(checkpoint, out, context=served.CONTEXT, batch=4, speculate=None, embed=8)
+    castiron.compile(checkpoint, out, context=served.CONTEXT, batch=4, verify_widths=None, embed=8)
     oracle = hf.load(checkpoint, threads=1)
     with castiron.load(out, threads=1) as model:
         states = lambda text: hf.activations(oracle, model.tokenizer.encode(text), ["model.norm"])["model.norm"]

@@ -225,7 +225,7 @@ def test_hostile_grammars_do_not_delay_other_requests(path, tmp_path):
     names = ["patternProperties", "patterns", "required", "GBNF white space"] * 2
     hostile = [{**chat, **HOSTILE[name]} for name in names]
     # Slow steps, because the machine may be busy.
-    with served.served(path, tmp_path / "log", "--grace", "5", slow=0.01) as server:
+    with served.served(path, tmp_path / "log", "--shutdown-timeout", "5", slow=0.01) as server:
         idle = statistics.median(seconds_of(server, "/v1/chat/completions", chat) for _ in range(9))
         # A client that gets 503 asks again.
         asked = (served.ask(server.url, "/v1/chat/completions", {**chat, **HOSTILE["patternProperties"]}) for _ in range(20))

@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bundle(checkpoint, tmp_path_factory):
-    options = Options(context=8, batch=(), speculate=(), lowering="portable")
+    options = Options(context=8, batch=(), verify_widths=(), lowering="portable")
     return compile_model(checkpoint, tmp_path_factory.mktemp("bundle") / "tiny", options).bundle
 
 

@@ -23,7 +23,7 @@ from castiron.vmfb.device.upload import Upload
 from castiron.vmfb.run.session import Session
 from tests.gpu import measure
 
-OPTIONS = {"context": 32, "prefill": (8,), "batch": (), "speculate": ()}
+OPTIONS = {"context": 32, "prefill": (8,), "batch": (), "verify_widths": ()}
 # Rows of a complete block of every codec.
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 

@@ -27,7 +27,7 @@ def test_the_table_has_every_generating_family():
 @pytest.mark.parametrize("family", CHOSEN)
 def test_greedy_tokens_are_those_of_hf(family, tmp_path):
     made = pair(family, tmp_path / "checkpoint", **SHAPES[family][0])
-    options = Options(context=64, prefill=(16,), batch=(), speculate=(), target="vulkan")
+    options = Options(context=64, prefill=(16,), batch=(), verify_widths=(), target="vulkan")
     session = Session(compile_model(made.checkpoint.path, tmp_path / "bundle", options).bundle)
     tokens = prompt(session.vocab)
     wanted = hf.greedy(made.oracle, tokens[:-12], 12)

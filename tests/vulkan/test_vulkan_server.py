@@ -27,7 +27,7 @@ def paths(tmp_path_factory) -> tuple[Path, Path]:
     """Return a model with a tokenizer, compiled for this CPU and for Vulkan."""
     folder = tmp_path_factory.mktemp("served")
     made = checkpoint(folder / "checkpoint")
-    options = {"context": CONTEXT, "prefill": (16,), "batch": (SLOTS,), "speculate": (4,)}
+    options = {"context": CONTEXT, "prefill": (16,), "batch": (SLOTS,), "verify_widths": (4,)}
     cpu, gpu = (compile_model(made, folder / target, Options(target=target, **options)).bundle for target in ("host", "vulkan"))
     return cpu, gpu
 

@@ -12,7 +12,7 @@ from castiron.vmfb.run.state_file import StateFile, identity, read_head, read_ro
 
 # A KV cache, a ring buffer, and recurrent states.
 FAMILIES = ("llama", "gemma3_text", "lfm2")
-OPTIONS = {"context": 64, "prefill": (8,), "batch": (4,), "speculate": (4,)}
+OPTIONS = {"context": 64, "prefill": (8,), "batch": (4,), "verify_widths": (4,)}
 TOKENS = np.random.default_rng(3).integers(3, 200, 64).tolist()
 
 

@@ -58,7 +58,7 @@ def replace_module(bundle: Bundle, module: Path, out: Path) -> Bundle:
                 reason = re.search(r"rejects \S+ \((.*)\);", str(error))
                 raise BundleError(
                     f"module does not fit the bundle's weights: {module} ({reason[1] if reason else error}); "
-                    "compile the MLIR file that castiron compile --keep wrote for this bundle"
+                    "compile the MLIR file that castiron compile --save-temps wrote for this bundle"
                 ) from None
         return writer.commit(manifest, hashes)
 
@@ -72,5 +72,5 @@ def _check_module(module: Path, manifest: Manifest) -> None:
             f"cannot read module: {module} ({reason}); compile it with an iree-compile of the same version "
             "as the installed IREE runtime"
         ) from None
-    remedy = "compile the MLIR file that castiron compile --keep wrote, or a change of it"
+    remedy = "compile the MLIR file that castiron compile --save-temps wrote, or a change of it"
     check_functions(module, loaded, manifest, manifest.functions, remedy)

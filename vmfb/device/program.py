@@ -70,7 +70,7 @@ class SessionError(Exception):
 
 class NanLogitsError(SessionError):
     def __init__(self) -> None:
-        super().__init__("the model's logits are NaN; its weights are damaged, or compile it with --cache f32")
+        super().__init__("the model's logits are NaN; its weights are damaged, or compile it with --kv-cache-type f32")
 
 
 class Loaded:

@@ -128,7 +128,7 @@ class Session:
         """
         if len(tokens) not in self._verify:
             if not self._verify:
-                raise SessionError("this bundle has no verify functions; compile it with --speculate 2,4,8")
+                raise SessionError("this bundle has no verify functions; compile it with --verify-widths 2,4,8")
             widths = ", ".join(map(str, self._verify))
             raise SessionError(f"verify got {len(tokens)} tokens; the verify functions of this bundle take {widths}")
         call = self._append(self._verify[len(tokens)], self._checked(tokens))

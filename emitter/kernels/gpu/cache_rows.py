@@ -38,7 +38,7 @@ class CacheRows:
 
     def __post_init__(self) -> None:
         if self.caches.format.name == "f16" and self.head_dim % 2:
-            raise EmitError(f"cache type f16 does not support an odd head_dim on GPUs: {self.head_dim}; use --cache f32")
+            raise EmitError(f"f16 caches do not support an odd head_dim on GPUs: {self.head_dim}; use --kv-cache-type f32")
 
     @property
     def row_words(self) -> int:

@@ -66,7 +66,7 @@ class OllamaBody(Body):
 
     model: ModelName | None = None
     options: dict[str, Any] | None = None
-    # It has no effect: `castiron serve --keep` decides when a model is closed.
+    # It has no effect: `castiron serve --keep-alive` decides when a model is closed.
     keep_alive: Any = None
 
 

@@ -1,4 +1,4 @@
-// castiron emit --kernel attention_decode --shape 4x2x16 --context 64 --cache f16 --isa avx2 --threads 2
+// castiron emit --kernel attention_decode --shape 4x2x16 --context 64 --kv-cache-type f16 --isa avx2 --threads 2
 // 1101 lines, sha256 d355d6627049f0a2c84495a25dea44421c549e0665633bac4103597c78ce3785
                 %514:8 = scf.for %505 = %c0 to %c9 step %c9 iter_args(%506 = %c12, %507 = %c12, %508 = %c12, %509 = %c12, %510 = %c12, %511 = %c12, %512 = %c12, %513 = %c12) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
                   %515 = arith.addi %499, %c8 : index

@@ -1,4 +1,4 @@
-// castiron emit --kernel attention_decode --shape 4x2x16 --context 64 --cache q8_0 --isa avx2 --threads 2
+// castiron emit --kernel attention_decode --shape 4x2x16 --context 64 --kv-cache-type q8_0 --isa avx2 --threads 2
 // 1273 lines, sha256 bcdea02bb5e18c3b3e48861142ade1401addf5304977ac31d51e6eb731565e1e
                 %637:8 = scf.for %628 = %c0 to %c9 step %c9 iter_args(%629 = %c12, %630 = %c12, %631 = %c12, %632 = %c12, %633 = %c12, %634 = %c12, %635 = %c12, %636 = %c12) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
                   %638 = arith.addi %622, %c8 : index

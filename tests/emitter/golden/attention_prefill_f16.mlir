@@ -1,4 +1,4 @@
-// castiron emit --kernel attention_prefill --shape 4x2x16 --context 64 --tokens 8 --cache f16 --isa avx2 --threads 2
+// castiron emit --kernel attention_prefill --shape 4x2x16 --context 64 --tokens 8 --kv-cache-type f16 --isa avx2 --threads 2
 // 710 lines, sha256 f7023ef483eedb81984f4e2e01dc3ccaa4cd313fa3e8c92d80331f4ece077278
                 %243:12 = scf.for %230 = %c0 to %c3 step %c7 iter_args(%231 = %187, %232 = %188, %233 = %189, %234 = %190, %235 = %191, %236 = %192, %237 = %193, %238 = %194, %239 = %195, %240 = %196, %241 = %197, %242 = %198) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
                   %244 = arith.addi %186, %230 : index

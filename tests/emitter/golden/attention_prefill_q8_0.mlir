@@ -1,4 +1,4 @@
-// castiron emit --kernel attention_prefill --shape 4x2x16 --context 64 --tokens 8 --cache q8_0 --isa avx2 --threads 2
+// castiron emit --kernel attention_prefill --shape 4x2x16 --context 64 --tokens 8 --kv-cache-type q8_0 --isa avx2 --threads 2
 // 805 lines, sha256 09f13c4e2c62d9535ed29cb9e0ac4eeac75836df80b3e3f406f7703be0f555da
                 %297:12 = scf.for %284 = %c0 to %c3 step %c7 iter_args(%285 = %187, %286 = %188, %287 = %189, %288 = %190, %289 = %191, %290 = %192, %291 = %193, %292 = %194, %293 = %195, %294 = %196, %295 = %197, %296 = %198) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
                   %298 = arith.addi %186, %284 : index

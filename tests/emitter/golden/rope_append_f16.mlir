@@ -1,4 +1,4 @@
-// castiron emit --kernel rope_append --shape 4x2x16 --context 64 --tokens 8 --cache f16 --isa avx2 --threads 2
+// castiron emit --kernel rope_append --shape 4x2x16 --context 64 --tokens 8 --kv-cache-type f16 --isa avx2 --threads 2
 // 89 lines, sha256 994b4464bd1afb9d2db90912a5a70fad999adc0114143b621d6578b914220b75
         scf.for %13 = %c0 to %c1 step %c3 {
           %15 = arith.muli %13, %c4 : index

@@ -1,4 +1,4 @@
-// castiron emit --kernel rope_append --shape 4x2x16 --context 64 --tokens 8 --cache q8_0 --isa avx2 --threads 2
+// castiron emit --kernel rope_append --shape 4x2x16 --context 64 --tokens 8 --kv-cache-type q8_0 --isa avx2 --threads 2
 // 165 lines, sha256 661b401077e5f4845ca60a012c317dde9eb938743fe1d99927bb55ddd9a776ef
             scf.for %82 = %c0 to %c3 step %c3 {
               %84 = arith.muli %82, %c4 : index
