@@ -381,5 +381,6 @@ def test_a_gguf_file_with_a_pooling_type_is_the_same_encoder(family, tmp_path):
         np.testing.assert_allclose(tensor.dequantise(), directory.tensors[name].dequantise(), atol=1e-6, err_msg=name)
     ours, theirs = (read_config(c.config) for c in (found, directory))
     assert (ours.bidirectional, ours.windows) == (theirs.bidirectional, theirs.windows)
-    with pytest.raises(CheckpointError, match=r"pooling_type is 4, not 1 \(mean\)"):
-        open_checkpoint(write_gguf(tmp_path / "y.gguf", arch, keys | {f"{arch}.pooling_type": 4}, tensors))
+    for kind, why in ((4, f"a {arch} reranker whose cls.output.weight is missing"), (5, r"pooling_type is 5, not 1 \(mean\)")):
+        with pytest.raises(CheckpointError, match=why):
+            open_checkpoint(write_gguf(tmp_path / "y.gguf", arch, keys | {f"{arch}.pooling_type": kind}, tensors))

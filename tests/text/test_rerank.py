@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from starlette.testclient import TestClient
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import castiron
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
@@ -19,7 +19,8 @@ from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import open_app
-from tests.support import encoders, rerankers, served
+from tests.support import encoders, hf_to_gguf, rerankers, served
+from tests.support.tiny_gguf import write_gguf
 
 QUERY, DOCUMENTS = "What does ice do?", ["Ice melts.", "The sky is blue", "", "Hello", "a longer one, cut" + "!" * 40]
 # Error of sums in f32 of numbers about 1.
@@ -27,8 +28,8 @@ CLOSE = 2e-5
 LONGEST = 48
 
 
-def compiled(made, folder):
-    return compile_model(made, folder / "bundle", Options(context=LONGEST, embed=(LONGEST,))).bundle
+def compiled(made, folder, longest=LONGEST):
+    return compile_model(made, folder / "bundle", Options(context=longest, embed=(longest,))).bundle
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +216,51 @@ def test_qwen3_reranker_scores_as_its_model_card(tmp_path):
     with TestClient(open_app(bundle, threads=1)) as client:
         answer = client.post("/v1/rerank", json={"query": queries[0], "documents": documents[:1]}).json()
     assert answer["results"][0]["relevance_score"] == found[0]
+
+
+def as_gguf(made, path, tied: bool, **changed):
+    """Write the GGUF file of a Qwen3 reranker as llama.cpp's converter does."""
+    config, text = AutoConfig.from_pretrained(made), rerankers.tokenizer()
+    tensors = hf_to_gguf.tensors_of(made, config)
+    head = tensors["token_embd.weight"] if tied else tensors.pop("output.weight")
+    tensors["cls.output.weight"] = np.stack([head[text.token_to_id(token)] for token in ("yes", "no")])
+    names = sorted(text.get_vocab(), key=text.get_vocab().get)
+    prompt = f"{PREFIX}<Instruct>: {CARD}\n<Query>: {{query}}\n<Document>: {{document}}{SUFFIX}"
+    keys = hf_to_gguf.metadata_of(config) | {
+        "qwen3.pooling_type": 4, "qwen3.classifier.output_labels": ["yes", "no"], "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": names + [f"[PAD{i}]" for i in range(len(names), len(head))],
+        "tokenizer.ggml.token_type": [3 if name.startswith("<|") else 4 if name in rerankers.MARKS else 1 for name in names] + [5] * (len(head) - len(names)),
+        "tokenizer.ggml.merges": ["y e", "ye s", "n o"], "tokenizer.ggml.eos_token_id": text.token_to_id("<|im_end|>"),
+        "tokenizer.ggml.padding_token_id": text.token_to_id("<|endoftext|>"), "tokenizer.chat_template": rerankers.TEMPLATE,
+        "tokenizer.chat_template.rerank": prompt,
+    }  # fmt: skip
+    keys = {key: value for key, value in (keys | changed.get("keys", {})).items() if value is not None}
+    return write_gguf(path, "qwen3", keys, tensors | changed.get("tensors", {}))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gguf_reranker_scores_as_its_model_card(tied, tmp_path):
+    made, longest = rerankers.language_model(tmp_path / "model", None, tied=tied), 480
+    bundle = compiled(as_gguf(made, tmp_path / "x.gguf", tied), tmp_path, longest)
+    queries, documents = texts(24, 20), [*texts(20, 60), *("long " * 99, "", "{query}", "{{ 1 }}")]
+    wanted = of_the_card(made, queries, documents, longest)
+    assert np.ptp(wanted) > 0.02, "the scores differ too little for a test"
+    with castiron.load(bundle, threads=1) as model:
+        found = [model.rerank(*pair)[0][1] for pair in zip(queries, ([document] for document in documents))]
+    np.testing.assert_allclose(found, wanted, atol=CLOSE / 10)
+
+
+def test_a_gguf_reranker_of_another_form_is_rejected(tmp_path):
+    made = rerankers.language_model(tmp_path / "model", None)
+    for changed, why in (
+        (
+            {"tensors": {"cls.output.weight": np.zeros((1, 64), np.float32)}},
+            r"has shape \[1, 64\] is not supported; give Qwen3-Reranker",
+        ),
+        ({"keys": {"tokenizer.chat_template.rerank": None}}, "the reranker's prompt is missing"),
+    ):
+        with pytest.raises(CheckpointError, match=why):
+            open_checkpoint(as_gguf(made, tmp_path / "x.gguf", True, **changed))
 
 
 def test_a_classifier_of_a_decoder_scores_the_last_token(tmp_path):

@@ -3,11 +3,15 @@
 An unknown key under the architecture's prefix is an error, because it may change the result.
 """
 
+import json
+import re
 from collections.abc import Mapping
+
+import numpy as np
 
 from castiron.emitter.layers.pooling import Dense, Pooling
 from castiron.emitter.shorten import shorten_list, shorten_text
-from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Encoding, reject_impossible_sizes
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Encoding, Tensor, reject_impossible_sizes
 from castiron.pipelines.checkpoints.gguf import config_rules
 from castiron.pipelines.checkpoints.gguf.architectures import (
     ARCHITECTURES,
@@ -26,8 +30,11 @@ from castiron.pipelines.checkpoints.gguf.vocabulary import Vocabulary
 _ROPE_BASE = 10000.0
 # HF's names for the number of experts per token.
 _EXPERTS_USED = {"num_experts_per_tok", "top_k_experts"}
-# llama.cpp's pooling types; type 4, of rerankers, is not supported.
+# llama.cpp's pooling types.
 _POOLING = {1: "mean", 2: "cls", 3: "last"}
+_RANK = 4
+# The rows of "yes" and of "no" in the output head of Qwen3-Reranker, and the text of its prompt.
+RANK_ROWS, RANK_TEMPLATE = "cls.output.weight", "tokenizer.chat_template.rerank"
 
 # From GGUF's roles of tokens to config keys.
 _TOKEN_IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
@@ -79,16 +86,48 @@ def _chooses_by_sigmoid(file: GgufFile) -> bool:
 
 
 def encoding_of(file: GgufFile) -> Encoding | None:
-    """Return the pooling and dense layers of an embedding model; None for other models."""
+    """Return the pooling and dense layers of an embedding model or reranker; None for others."""
     metadata = Metadata(file)
     kind = metadata.integer("pooling_type", 0)
     if not kind:
         return None
+    if kind == _RANK:
+        return _reranker(file, metadata)
     if kind not in _POOLING:
-        raise metadata.invalid("pooling_type", " or ".join(f"{n} ({name})" for n, name in _POOLING.items()))
+        raise metadata.invalid("pooling_type", " or ".join(f"{n} ({name})" for n, name in {**_POOLING, _RANK: "rank"}.items()))
     shapes = {n: file.tensors[name].shape for n in (2, 3) if (name := f"dense_{n}.weight") in file.tensors}
     dense = tuple(Dense(f"{n}_Dense", shape[0]) for n, shape in shapes.items())
     return Encoding(Pooling(_POOLING[kind], dense))
+
+
+def _reranker(file: GgufFile, metadata: Metadata) -> Encoding:
+    """Return the score of llama.cpp's pooling RANK: the softmax of "yes" and "no" at the last token."""
+    rows, hidden = file.tensors.get(RANK_ROWS), metadata.integer("embedding_length")
+    if architecture_name(file) != "qwen3" or rows is None or rows.shape != (2, hidden):
+        stated = f"has shape {list(rows.shape)}" if rows else "is missing"
+        raise metadata.error(
+            f"a {shorten_text(architecture_name(file), 60)} reranker whose {RANK_ROWS} {stated} is not supported; "
+            "give Qwen3-Reranker, or the HF directory of the model"
+        )
+    if not isinstance(file.metadata.get(RANK_TEMPLATE), str):
+        raise metadata.error(f"the reranker's prompt is missing: {RANK_TEMPLATE}; convert the model again")
+
+    def read() -> np.ndarray:
+        yes, no = rows.dequantise()
+        return (yes - no)[None].view(np.uint8)
+
+    weight = Tensor("score.linear.weight", (1, rows.shape[1]), "f32", rows.source, read)
+    return Encoding(Pooling("last", (Dense("score", 1),), False), tensors={weight.name: weight}, relevance="sigmoid")
+
+
+def rank_template(text: str) -> str:
+    """Return the Jinja template of a reranker's prompt, in which {query} and {document} are replaced."""
+    roles = {
+        f"{{{role}}}": f"messages | selectattr('role', 'eq', '{role}') | map(attribute='content') | first"
+        for role in ("query", "document")
+    }
+    parts = re.split(r"(\{query\}|\{document\})", text)
+    return "".join(f"{{{{ {roles.get(part) or json.dumps(part)} }}}}" for part in parts)
 
 
 def hf_config(file: GgufFile) -> dict:

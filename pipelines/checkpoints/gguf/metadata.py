@@ -11,7 +11,7 @@ from castiron.pipelines.checkpoints.gguf.gguf_file import GgufFile
 
 # Keys that `unread` does not list, because they repeat the tensors' shapes, do not change the logits
 # of a text, or are read by `hf_config.encoding_of`.
-_SILENT_KEYS = {"vocab_size", "tensor_data_layout", "pooling_type", "expert_shared_count"}
+_SILENT_KEYS = {"vocab_size", "tensor_data_layout", "pooling_type", "classifier.output_labels", "expert_shared_count"}
 _SILENT_KEYS |= {"rope.scaling.finetuned", "rope.dimension_sections"}
 _SILENT_KEYS |= {f"dense_{n}_feat_{end}" for n in (2, 3) for end in ("in", "out")}
 

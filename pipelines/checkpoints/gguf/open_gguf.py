@@ -19,7 +19,15 @@ from castiron.pipelines.checkpoints.column_order import ORDER, column_orders
 from castiron.pipelines.checkpoints.gguf.architectures import Architecture
 from castiron.pipelines.checkpoints.gguf.config_rules import RULES_OF_ROPE_TENSOR
 from castiron.pipelines.checkpoints.gguf.gguf_file import GgufFile, read_gguf
-from castiron.pipelines.checkpoints.gguf.hf_config import architecture_of, encoding_of, hf_config, sampling_config
+from castiron.pipelines.checkpoints.gguf.hf_config import (
+    RANK_ROWS,
+    RANK_TEMPLATE,
+    architecture_of,
+    encoding_of,
+    hf_config,
+    rank_template,
+    sampling_config,
+)
 from castiron.pipelines.checkpoints.gguf.tokenizer_json import lacks_pre_tokenizer, tokenizer_json
 from castiron.pipelines.checkpoints.gguf.vocabulary import eos_token_ids, fim_token_ids, special_tokens
 from castiron.pipelines.terminal import print_message
@@ -43,12 +51,17 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
     encoding, left_out = encoding_of(file), {}
     if encoding and tensors.pop(HEAD, None):
         left_out = {"lm_head": 1}
+    if encoding and encoding.relevance:
+        del tensors[RANK_ROWS]
+        tensors |= encoding.tensors
     if lacks_pre_tokenizer(file):
         print_message(
             f"{path} does not name its pre-tokenizer: tokenizer.ggml.pre is missing; text is split as by llama.cpp's default, "
             "which may give other tokens than the model was trained with; convert the model again"
         )
-    templates = [file.metadata.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use")]
+    template = join_templates(*(file.metadata.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use")))
+    if encoding and encoding.relevance:
+        template = rank_template(file.metadata[RANK_TEMPLATE])
     ids = {"bos_token_id": config["bos_token_id"], "eos_token_id": list(eos), "pad_token_id": config["pad_token_id"]}
     return Checkpoint(
         path=path,
@@ -56,7 +69,7 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
         config=config,
         tensors=tensors,
         tokenizer=tokenizer_json(file),
-        chat_template=join_templates(*templates),
+        chat_template=template,
         special_tokens=special_tokens(file),
         bos_token_id=config["bos_token_id"],
         eos_token_ids=eos,
