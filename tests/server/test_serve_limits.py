@@ -155,12 +155,12 @@ def test_a_body_of_tiny_chunks_costs_the_server_little(strict):
 
 
 def test_a_full_queue_rejects_with_its_length(strict):
-    most = {**LONG, "n": SLOTS + 2}
-    connection, _ = stream_of(strict, most, "first")
-    status, headers, body = ask(strict.url, "/v1/chat/completions", most, "first")
+    fullest = {**LONG, "n": SLOTS + 2}
+    connection, _ = stream_of(strict, fullest, "first")
+    status, headers, body = ask(strict.url, "/v1/chat/completions", fullest, "first")
     assert status == 503 and headers["Retry-After"] == "1" and "queue of 2" in body["error"]["message"]
     connection.close()
-    until(lambda: ask(strict.url, "/v1/chat/completions", {**most, "max_tokens": 2}, "first")[0] == 200)
+    until(lambda: ask(strict.url, "/v1/chat/completions", {**fullest, "max_tokens": 2}, "first")[0] == 200)
 
 
 @pytest.mark.parametrize(("url", "more", "param"), [

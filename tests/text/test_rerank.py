@@ -250,7 +250,7 @@ def test_a_gguf_reranker_scores_as_its_model_card(tied, tmp_path):
     np.testing.assert_allclose(found, wanted, atol=CLOSE / 10)
 
 
-def test_a_gguf_reranker_of_another_form_is_rejected(tmp_path):
+def test_other_gguf_rerankers_are_rejected(tmp_path):
     made = rerankers.language_model(tmp_path / "model", None)
     for changed, why in (
         (
