@@ -10,14 +10,11 @@ This file imports the standard library only.
     embed_T(tokens i32[T], start i32, length i32, *states)          -> (hidden f32[T, H], *states)
     encode_T(tokens i32[T], start i32, length i32, *states)         -> (embedding f32[H], *states)
 
-T: number of tokens of a call, padding included. V: vocabulary size. H: number of features of a
-    hidden state or embedding.
+T: tokens of a call, padding included. V: vocabulary size. H: features of a hidden state.
 start: position of the first token. length: number of tokens that are not padding.
-states: buffers such as KV caches, which a call updates in place.
 
-The tokens of a call are consecutive tokens of one sequence, except in `decode_batch_T`. There, each
-token belongs to a different sequence, and each state has the data of all T sequences, concatenated
-along dimension 0. A sequence whose position is negative is skipped: its states do not change.
+In `decode_batch_T` each token belongs to another sequence, and each state has the data of all T
+sequences, concatenated along dimension 0. A sequence with a negative position is skipped.
 """
 
 from __future__ import annotations
@@ -63,19 +60,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class State:
-    """The name, shape and format of a buffer with state of one sequence, such as a KV cache.
+    """A buffer with state of one sequence, such as a KV cache, which every call updates in place.
 
-    Every call of a compiled function updates the buffer in place.
-
-    kind: what the buffer stores for each layer.
-        "positional": one row for each position of the sequence; shape [layers, context, ...]
-        "window": a ring buffer with the rows of the last positions; shape [layers, rows, ...]
-        "recurrent": one value, which every token replaces; shape [layers, ...]
-    window: for the kind "window", how many positions a token attends to, the token itself included;
-        otherwise 0.
-    storage: the format of the elements, such as "f32" or "q8_0" (a key of `STORAGE`).
-    layers: which layer of the model each index of dimension 0 belongs to. For example, (3, 7) means
-        that index 0 is layer 3, and index 1 is layer 7.
+    kind: one of `KINDS`.
+    window: for the kind "window", how many positions a token attends to, its own included; else 0.
+    layers: the model's layer of each index of dimension 0, such as (3, 7).
     """
 
     name: str
@@ -95,10 +84,7 @@ class State:
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def of(self, sequences: int) -> Tensor:
-        """Return the type of one buffer that has this state for several sequences.
-
-        The states of the sequences are concatenated along dimension 0.
-        """
+        """Return the buffer type for several sequences, concatenated along dimension 0."""
         return Tensor(self.name, (sequences * self.shape[0], *self.shape[1:]), self.dtype)
 
     def problem(self) -> str | None:
@@ -115,10 +101,9 @@ class State:
 
 
 def ring_rows(window: int, tokens: int) -> int:
-    """Return how many rows a ring buffer needs for calls of up to `tokens` tokens.
+    """Return how many rows a ring buffer of `window` positions needs for calls of `tokens` tokens.
 
-    window: how many positions a token attends to. With fewer rows, the last tokens of a call would
-    overwrite rows that the first tokens of the call need.
+    With fewer rows, the last tokens of a call would overwrite rows that its first tokens need.
     """
     return window + tokens
 
@@ -127,12 +112,9 @@ def ring_rows(window: int, tokens: int) -> int:
 class Role:
     """A kind of function that compiled modules export, such as prefill.
 
-    name: pattern of the function names, such as "prefill_{}"; {} stands for the number of tokens.
-    operands, results: the shape of each operand or result, by its name. In shapes, "T" is the
-        number of tokens of a call, "V" the vocabulary size and "H" the hidden size. The states,
-        which every function takes and returns, are left out.
-    every_token: whether the results depend on the final hidden states of all tokens of a call. If
-        False, the hidden state of the last token is enough.
+    name: pattern of function names; {} stands for the number of tokens.
+    operands, results: shapes by name, without the states; T, V and H as above.
+    every_token: whether the results need the hidden states of all tokens, not only of the last one.
     """
 
     name: str
@@ -164,11 +146,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Function:
-    """An exported function, such as `prefill_32`, which has the role "prefill" and the width 32.
-
-    role: a key of `ROLES`, such as "prefill". width: the number of tokens that a call takes,
-    padding included.
-    """
+    """An exported function, such as `prefill_32`, which has the role "prefill" and the width 32."""
 
     role: str
     width: int = 1
@@ -183,13 +161,7 @@ class Function:
         return self.width if self.role == "batch" else 1
 
     def signature(self, states: Iterable[State], vocab: int, hidden: int = 0) -> Signature:
-        """Return the types of operands and results of this function.
-
-        states: the states of the model, which follow the other operands and the other results.
-        vocab: the number of logits per token.
-        hidden: the number of features of a hidden state; only the roles "embed" and "encode" need
-            it.
-        """
+        """Return the types of operands and results; "embed" and "encode" need `hidden`."""
         extents, carried = {"T": self.width, "V": vocab, "H": hidden}, tuple(s.of(self.sequences) for s in states)
 
         def tensors(shapes: Mapping[str, tuple[str, ...]], dtype: str | None = None) -> tuple[Tensor, ...]:
@@ -201,9 +173,5 @@ class Function:
 
 
 def functions(widths: Mapping[str, Iterable[int]]) -> tuple[Function, ...]:
-    """Return the exported functions of a module, in the order in which modules export them.
-
-    widths: for each role, the numbers of tokens per call, with one function for each number. For
-        example, {"prefill": (8, 32)} means the functions prefill_8 and prefill_32.
-    """
+    """Return a module's functions, in the order of export, for the widths of each role."""
     return tuple(Function(role, width) for role in ROLES for width in widths.get(role, ()))

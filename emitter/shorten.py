@@ -25,10 +25,7 @@ def shorten_text(text: str, max_length: int = MAX_LENGTH) -> str:
 
 
 def shorten_list(values: Iterable[str], separator: str = ", ", max_length: int = 200) -> str:
-    """Join values to one line of about `max_length` characters, such as `a, b and 3 more`.
-
-    Values that do not fit are only counted. The first value is always included.
-    """
+    """Join values to one line such as `a, b and 3 more`; the first value is always included."""
     texts = [shorten_text(value) for value in values]
     fit, length = 0, 0
     for text in texts:

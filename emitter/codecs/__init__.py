@@ -24,10 +24,7 @@ _ROWS_AT_ONCE_BYTES = 1 << 19  # limit for temporary arrays, without the result
 
 
 def rows_at_once(bytes_of_a_row: int) -> int:
-    """Return how many rows of weights to convert at a time, so that temporary arrays stay small.
-
-    This is the number of rows that fit in 512 KiB, but at least 1.
-    """
+    """Return how many rows to convert at a time, so that temporary arrays stay below 512 KiB."""
     return max(1, _ROWS_AT_ONCE_BYTES // bytes_of_a_row)
 
 
@@ -36,15 +33,7 @@ def _f16(columns: np.ndarray) -> np.ndarray:
 
 
 def _split_32(bits: int, offset: int) -> Callable[[np.ndarray], Parts]:
-    """Return a function that unpacks blocks of q4_0, q4_1, q5_0 or q5_1 to `Parts`.
-
-    bits: 4 or 5, the size of a code.
-    offset: number that is subtracted from each stored code; 0 for q4_1 and q5_1, whose blocks have
-        a minimum instead.
-
-    A block stores its scale, then its minimum if it has one, then the highest bit of every 5-bit
-    code, then the low four bits of every code.
-    """
+    """Return a function that unpacks q4_0, q4_1, q5_0 or q5_1: an offset or a minimum."""
 
     def split(b: np.ndarray) -> Parts:
         start = 2 if offset else 4
@@ -113,10 +102,7 @@ def _split_mxfp4(b: np.ndarray) -> Parts:
 
 @np.errstate(over="ignore", invalid="ignore")  # `finite.are_finite` finds such scales
 def _split_nvfp4(b: np.ndarray) -> Parts:
-    """Unpack nvfp4 blocks.
-
-    b: u8 [n, 36], as in ggml, or [n, 40], where an f32 scale follows each of ggml's blocks.
-    """
+    """Unpack nvfp4: u8 [n, 36], as in ggml, or [n, 40], where an f32 scale follows each block."""
     # ggml reads 0x7F as 0, and ignores the sign bit. Its E4M3 has an exponent bias of 7, f16 one of 15, and the table's
     # values are doubled: hence 2^(15 - 7 - 1).
     scales = np.where(b[:, :4] == 0x7F, 0, b[:, :4] & 0x7F).astype(np.uint8)
@@ -129,7 +115,7 @@ def _split_nvfp4(b: np.ndarray) -> Parts:
 def with_scale(raw: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Convert rows of nvfp4 to nvfp4_scaled, in which each block ends with an f32 scale.
 
-    raw: u8 [..., row_bytes]. scale: f32 that can be broadcast to [..., blocks of a row].
+    scale: f32 that can be broadcast to [..., blocks of a row].
     """
     blocks = raw.reshape(*raw.shape[:-1], -1, CODECS["nvfp4"].block_bytes)
     scales = np.ascontiguousarray(np.broadcast_to(scale, blocks.shape[:-1]), "<f4")[..., None].view(np.uint8)
@@ -145,14 +131,7 @@ def _split_q2_0(b: np.ndarray) -> Parts:
 
 
 def _ternary(columns: np.ndarray, digits: int) -> np.ndarray:
-    """Unpack bytes that store `digits` numbers each, as in ggml's tq1_0. A number is -1, 0 or 1.
-
-    columns: u8 [n, b]. If the fraction byte / 256 is written in base 3, its first `digits` digits
-    after the point are the numbers of the byte, plus 1.
-
-    Returns i8 [n, digits * b]: the first number of every byte, then the second number of every
-    byte, and so on.
-    """
+    """Unpack the base-3 digits of u8 [n, b] (ggml's tq1_0), minus 1, all first digits first."""
     powers = (3 ** np.arange(digits)).astype(np.uint8)
     found = (columns[:, None, :] * powers[:, None]).astype(np.uint16) * 3 >> 8
     return found.astype(np.int8).reshape(len(columns), -1) - np.int8(1)
@@ -226,10 +205,7 @@ def codec_of(name: str) -> Codec:
 
 
 def row_bytes(codec_name: str, in_features: int) -> int:
-    """Return the size in bytes of a row of `in_features` elements.
-
-    Raises ValueError if the last block would be partial.
-    """
+    """Return the bytes of a row of `in_features` elements; ValueError for a partial block."""
     codec = codec_of(codec_name)
     blocks, rest = divmod(in_features, codec.block)
     if rest:
@@ -241,10 +217,7 @@ def row_bytes(codec_name: str, in_features: int) -> int:
 
 
 def in_features_of(codec: Codec, raw: np.ndarray) -> int:
-    """Return the number of elements in each row of `raw`, u8 [..., row_bytes].
-
-    Raises ValueError if the last block is partial.
-    """
+    """Return the elements of each row u8 [..., row_bytes]; ValueError for a partial block."""
     blocks, rest = divmod(raw.shape[-1], codec.block_bytes)
     if rest:
         raise ValueError(
@@ -263,12 +236,7 @@ def _dequantise_rows(codec: Codec, raw: np.ndarray) -> np.ndarray:
 
 
 def numbers(codec: Codec, parts: Parts) -> Parts:
-    """Decode the arrays of `parts`, so that the formula in the docstring of `Parts` can use them.
-
-    Scales that are stored as exponents, bf16 or E4M3 become floats. Codes that are E4M3 floats, or
-    indices in a table with fractions, become floats too. A zero point becomes m = d * zero point.
-    Other arrays do not change.
-    """
+    """Decode the encoded arrays of `parts`, so that the formula of `Parts` can use them."""
     d, m, scales, codes = parts.d, parts.m, parts.scales, parts.codes
     if codec.exponents:
         d = np.ldexp(np.float32(1), d.astype(np.int32) - 128)
@@ -286,10 +254,7 @@ def numbers(codec: Codec, parts: Parts) -> Parts:
 
 
 def values(codec: Codec, parts: Parts) -> np.ndarray:
-    """Dequantise n blocks with ggml's rounding; return their elements, f32 [n, block].
-
-    parts: the codes and scales of the blocks.
-    """
+    """Dequantise n blocks with ggml's rounding; return their elements, f32 [n, block]."""
     parts = numbers(codec, parts)
     scale = parts.d.astype(np.float32)[:, None]
     if parts.scales is not None:
@@ -306,11 +271,7 @@ def values(codec: Codec, parts: Parts) -> np.ndarray:
 
 
 def dequantise(codec_name: str, raw: np.ndarray) -> np.ndarray:
-    """Dequantise rows of weights to f32 [..., elements of a row].
-
-    raw: u8 [..., row_bytes], rows in the format `codec_name`, such as "q4_k". For ggml's formats,
-    the result equals that of `gguf.quants.dequantize`.
-    """
+    """Dequantise rows u8 [..., row_bytes] to f32, with the bits of `gguf.quants.dequantize`."""
     codec = codec_of(codec_name)
     result = np.empty((*raw.shape[:-1], in_features_of(codec, raw)), np.float32)
     if result.size:

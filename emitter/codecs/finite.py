@@ -22,10 +22,7 @@ _LARGEST_EXPONENT = 252
 
 
 def are_finite(codec_name: str, raw: np.ndarray) -> bool:
-    """Return whether all weights in `raw` are finite.
-
-    raw: u8 [..., row_bytes], rows in the format `codec_name`, such as "q4_k".
-    """
+    """Return whether all weights in `raw` u8 [..., row_bytes] of a codec are finite."""
     codec = codec_of(codec_name)
     rows = raw.reshape(-1, raw.shape[-1])
     step = rows_at_once(raw.shape[-1])

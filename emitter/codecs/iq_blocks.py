@@ -30,10 +30,7 @@ _BITS = {3: 2, 8: 4}  # by number of levels
 
 @cache
 def grid(name: str) -> np.ndarray:
-    """Return the grid of an IQ type: a table of vectors, i8 [vectors, 4 or 8].
-
-    A block of the type stores indices in this table instead of codes. name: such as "iq2_xs".
-    """
+    """Return the grid of an IQ type such as "iq2_xs": i8 [vectors, 4 or 8]."""
     levels = np.array(_LEVELS[name], np.int8)
     packed = b64decode(json.loads((Path(__file__).parent / "iq_grids.json").read_text())[name])
     bits = _BITS[len(levels)]
@@ -46,18 +43,12 @@ def _entries(name: str, indices: np.ndarray) -> np.ndarray:
 
 
 def _signed(codes: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """Return codes [n, 256], negated where a bit of `signs` is 1.
-
-    signs: u8 [n, 32]. Bit i of byte j, counted from the lowest bit, belongs to code 8 * j + i.
-    """
+    """Return codes [n, 256], negated where bit i of byte j of u8 [n, 32] is 1 for code 8 j + i."""
     return np.where(np.unpackbits(signs, axis=1, bitorder="little"), -codes, codes)
 
 
 def _eight_signs(seven: np.ndarray) -> np.ndarray:
-    """Add the eighth sign bit to numbers whose low seven bits are sign bits; return u8.
-
-    ggml does not store this bit. It is 1 if the number of ones in the seven bits is odd.
-    """
+    """Add the eighth sign bit, which ggml does not store: the parity of the seven bits."""
     seven = seven & 127
     return (seven | (np.bitwise_count(seven) & 1) << 7).astype(np.uint8)
 
@@ -116,13 +107,7 @@ def _iq3_s(b: np.ndarray) -> Parts:
 
 
 def _shifted(indices: np.ndarray, minus: np.ndarray) -> np.ndarray:
-    """Return the codes of n IQ1 blocks, i8 [n, 256]. A code is 8 * (grid value), plus or minus 1.
-
-    indices: [n, 32]; each selects the vector of the grid with the values of eight consecutive
-        codes.
-    minus: [n, k], one number for each 256 / k consecutive codes. If it is 0, 1 is added to these
-        codes, otherwise 1 is subtracted.
-    """
+    """Return the codes of n IQ1 blocks, i8 [n, 256]: 8 * (grid value), plus or minus 1."""
     return 8 * _entries("iq1_s", indices) + np.where(np.repeat(minus, 256 // minus.shape[1], axis=1), -1, 1).astype(np.int8)
 
 

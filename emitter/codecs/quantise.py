@@ -41,14 +41,12 @@ _SIX_BITS = 63
 
 @dataclass(frozen=True)
 class Encoder:
-    """How weights are quantised to one format: range of codes, scales to try, packing of blocks.
+    """How weights are quantised to one format.
 
-    low, high: smallest and largest code; codes outside this range are clipped.
-    steps: f32 [k]. For each group of elements, the search tries k scales, one for each s in
-        `steps`. If groups have a minimum, the scale is (max - min) / (high + s), where max and min
-        are those of the group. Otherwise it is x / (low - s), where x is the element of largest
-        magnitude.
-    join: a function that packs the codes and scales of n blocks to bytes, u8 [n, block_bytes].
+    low, high: smallest and largest code.
+    steps: f32 [k]; for each s the search tries the scale (max - min) / (high + s) if groups have a
+        minimum, else x / (low - s) for the element x of largest magnitude.
+    join: packs codes and scales of n blocks, u8 [n, block_bytes].
     """
 
     low: int
@@ -58,14 +56,10 @@ class Encoder:
 
 
 def convert(source: str, raw: np.ndarray, target: str, importance: np.ndarray | None = None) -> np.ndarray:
-    """Convert a weight [..., in] from codec `source` to codec `target`, on several threads.
+    """Convert rows u8 [..., row_bytes] from one codec to another, on several threads.
 
-    source, target: names of storage formats, such as "bf16" and "q4_k".
-    raw: the stored rows, u8 [..., row_bytes]. The result has the same shape, but the row_bytes of
-        `target`.
-    importance: positive f32 [in]. Squared errors in column i are multiplied by importance[i].
-        None stands for all 1.
-    Raises ValueError for numbers that the target codec cannot store.
+    importance: positive f32 [in], the weight of squared errors in each column; None: all 1. Raises
+        ValueError for numbers that the target codec cannot store.
     """
     features = in_features_of(codec_of(source), raw)
     rows = raw.reshape(-1, raw.shape[-1])
@@ -84,13 +78,7 @@ def convert(source: str, raw: np.ndarray, target: str, importance: np.ndarray | 
 
 
 def encode(codec_name: str, values: np.ndarray, importance: np.ndarray | None = None) -> np.ndarray:
-    """Quantise values f32 [rows, in] to the stored rows of a codec, u8 [rows, row_bytes].
-
-    codec_name: name of a storage format, such as "q4_k".
-    importance: positive f32 [in]. Squared errors in column i are multiplied by importance[i].
-        None stands for all 1.
-    Raises ValueError for numbers that the codec cannot store.
-    """
+    """Quantise values f32 [rows, in] to rows u8 [rows, row_bytes]; `importance` as in `convert`."""
     codec, (rows, features) = codec_of(codec_name), values.shape
     if not codec.quantised:
         stored = np.ascontiguousarray(from_f32(values, DTYPES[codec_name]))
@@ -126,12 +114,9 @@ def _codes(encoder: Encoder, x: np.ndarray, inverse: np.ndarray, out: np.ndarray
 
 
 def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-    """Return the best scale of each of n groups of elements, f32 [n].
+    """Return the scale of each group with the least weighted error of scale * code, f32 [n].
 
-    The best scale minimises the squared error of `scale * code`, where each element's code is an
-    integer from encoder.low to encoder.high.
-    x: the elements, [group, n]: a column for each group.
-    weights: the weight of each squared error, [group, n]; None: all 1.
+    x, weights: [group, n], a column for each group; no weights: all 1.
     """
     largest = np.take_along_axis(x, np.abs(x).argmax(axis=0)[None], axis=0)[0]
     weighted = x if weights is None else weights * x
@@ -151,12 +136,9 @@ def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.n
 def _scales_and_minima(
     encoder: Encoder, x: np.ndarray, weights: np.ndarray | None, negative: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the best scale and the best minimum of each of n groups of elements, f32 [n] each.
+    """Return scale and minimum of each group with the least error of scale * code + minimum.
 
-    They minimise the squared error of `scale * code + minimum`, where each element's code is an
-    integer from encoder.low to encoder.high.
-    x: the elements, [group, n]: a column for each group.
-    weights: the weight of each squared error, [group, n]; None: all 1.
+    x, weights: [group, n], a column for each group; no weights: all 1.
     negative: whether minima are limited to numbers <= 0, as K-quants store them.
     """
     low, high = x.min(axis=0), x.max(axis=0)
@@ -185,13 +167,9 @@ def _scales_and_minima(
 
 
 def _as_factors(values: np.ndarray, groups: int, high: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Round the scales of groups to d * factor: an f16 d for each block, an integer for each group.
+    """Round [n] to d * factor: d f16 [blocks], factors [blocks, groups], and d * factor [n].
 
-    values: the scales, or the minima, of n groups, [n].
-    groups: number of groups in a block.
-    high: -128 for factors from -128 to 127, or 63 for factors from 0 to 63. In each block, the
-        value of largest magnitude gets the factor `high`.
-    Returns d [blocks] f16, the factors [blocks, groups], and d * factor [n] f32.
+    high: -128 for factors from -128 to 127, or 63 for 0 to 63; the largest value gets this factor.
     """
     by_block = values.reshape(-1, groups)
     largest = np.take_along_axis(by_block, np.abs(by_block).argmax(axis=1)[:, None], axis=1)
@@ -246,12 +224,7 @@ def _halves(*numbers: np.ndarray) -> list[np.ndarray]:
 
 
 def _planes(codes: np.ndarray, run: int, bits: int) -> np.ndarray:
-    """Pack codes of `bits` bits, u8 [n, k], into bytes, u8 [n, k * bits / 8].
-
-    Each `run` bytes contain the next run * 8 / bits codes: the first `run` codes in the lowest bits
-    of these bytes, the next `run` codes in the next bits, and so on. For example, with 4 bits and a
-    run of 2, the codes 1, 3, 2, 4 become the bytes 0x21, 0x43.
-    """
+    """Pack codes u8 [n, k] into bytes [n, k * bits / 8], the inverse of `unpack_fields`."""
     fields = codes.reshape(len(codes), -1, 8 // bits, run)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return np.bitwise_or.reduce(fields << shifts, axis=2).reshape(len(codes), -1)
@@ -267,10 +240,7 @@ def _six_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
 
 
 def _join_32(offset: int, bits: int) -> Callable[[Parts], np.ndarray]:
-    """Return a function that packs codes and scales to blocks of 32: q4_0, q4_1, q5_0 or q5_1.
-
-    offset: number that is added to each code to make it unsigned. bits: size of a code, 4 or 5.
-    """
+    """Return a function that packs blocks of q4_0, q4_1, q5_0 or q5_1."""
 
     def join(parts: Parts) -> np.ndarray:
         codes = _unsigned(parts.codes, offset)

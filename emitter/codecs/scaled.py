@@ -40,10 +40,7 @@ _SAME = {"int4_32_f16": "q4_0", "int8_32_f16": "q8_0"}
 
 
 def _e4m3_values() -> np.ndarray:
-    """Return the values of the 256 codes of E4M3, exact in f16 [256]; codes 0x7F and 0xFF are NaN.
-
-    A code has a sign, 4 bits of exponent and 3 of mantissa (OCP's specification OFP8).
-    """
+    """Return the values of E4M3 (OCP's OFP8), f16 [256]; codes 0x7F and 0xFF are NaN."""
     exponents, mantissas = np.divmod(np.arange(128), 8)
     found = np.where(exponents == 0, mantissas / 8 * 2.0**-6, (1 + mantissas / 8) * 2.0 ** (exponents - 7))
     found[-1] = np.nan
@@ -54,13 +51,11 @@ E4M3 = _e4m3_values()
 
 
 def unpack_fields(columns: np.ndarray, run: int, bits: int, left: int = 0) -> np.ndarray:
-    """Unpack bytes to numbers of `bits` bits each: u8 [n, b] to u8 [n, b * 8 / bits].
+    """Unpack numbers of `bits` bits, shifted left by `left`: u8 [n, b] to u8 [n, b * 8 / bits].
 
-    Each `run` bytes contain the next run * 8 / bits numbers: the first `run` numbers in the lowest
-    bits of these bytes, the next `run` numbers in the next bits, and so on. For example, with 4
-    bits and a run of 2, the bytes 0x21, 0x43 become 1, 3, 2, 4.
-    columns: the bytes, fastest in column-major (Fortran) order. The result has this order, too.
-    left: number of bits by which each number is then shifted left.
+    Each `run` bytes have the next `run` numbers in their lowest bits, the next `run` in the next
+    bits, and so on: with 4 bits and a run of 2, the bytes 0x21, 0x43 become 1, 3, 2, 4.
+    Column-major arrays are fastest; the result is one too.
     """
     runs = columns.T.reshape(-1, run, len(columns))
     fields = np.empty((len(runs), 8 // bits, run, len(columns)), np.uint8)
@@ -73,10 +68,7 @@ def unpack_fields(columns: np.ndarray, run: int, bits: int, left: int = 0) -> np
 
 
 def translated(numbers: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Return `table[numbers]`, computed six times as fast as with NumPy's indexing.
-
-    numbers: u8 array of indices. table: at most 256 values of one byte each.
-    """
+    """Return `table[numbers]` for up to 256 bytes, six times as fast as NumPy's indexing."""
     found = bytearray(np.ascontiguousarray(numbers.T)).translate(table.tobytes().ljust(256))
     return np.frombuffer(found, table.dtype).reshape(numbers.T.shape).T
 
@@ -90,12 +82,9 @@ def signed(codes: np.ndarray, offset: int) -> np.ndarray:
 
 
 def splitter(bits: int, offset: int, scale: str, zeros: bool) -> Callable[[np.ndarray], Parts]:
-    """Return a function that unpacks blocks, u8 [n, block_bytes], to codes, scales and zero points.
+    """Return a function that unpacks blocks: a scale, an i8 zero point if `zeros`, then the codes.
 
-    A block has a scale, then an i8 zero point if `zeros` is true, then the codes of its elements.
-    bits: size of a stored code, 4 or 8.
-    offset: number that is subtracted from each stored code.
-    scale: type of the scale: "f32", "f16" or "bf16".
+    bits: 4 or 8. offset: what is subtracted from each code. scale: a key of `SCALE_TYPES`.
     """
     size = np.dtype(SCALE_TYPES[scale]).itemsize
 
@@ -113,11 +102,8 @@ def splitter(bits: int, offset: int, scale: str, zeros: bool) -> Callable[[np.nd
 def join(codec: Codec, codes: np.ndarray, d: np.ndarray, m: np.ndarray | None) -> np.ndarray:
     """Pack scales, zero points and codes into blocks, u8 [n, block_bytes].
 
-    codec: the format; its codes have 4 or 8 bits.
-    codes: the codes of each block, u8 [n, block]. Of every 32 codes of 4 bits, the first 16 become
-        the low halves of 16 bytes, and the others the high halves.
-    d: the scale of each block, [n].
-    m: the zero point of each block, i8 [n]; None if the format has none.
+    codes: u8 [n, block]; of 32 codes of 4 bits, the first 16 become the low halves of 16 bytes.
+    d: [n]. m: i8 [n], None if the format has no zero points.
     """
     if codec.bits == 4:
         runs = codes.reshape(len(codes), -1, 2, 16)
@@ -143,13 +129,9 @@ SCALED = {
 
 
 def scaled_codec(kind: str, group: int, scale: str) -> str | None:
-    """Return the name of the codec for groups of elements that share a scale, or None.
+    """Return the codec for groups that share a scale, such as "int4_128_f16", or None.
 
-    Of the block sizes 128, 64 and 32, it is the largest one that divides `group`; if none does, the
-    result is None. An example is "int4_128_f16".
-    kind: kind of code, such as "int4" or "e4m3".
     group: number of consecutive elements that share a scale in the checkpoint.
-    scale: type of the scale, such as "f16".
     """
     block = next((block for block in _BLOCKS if group % block == 0), None)
     name = f"{kind}_{block}_{scale}"

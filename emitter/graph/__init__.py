@@ -1,1 +1,1 @@
-"""Graphs of typed SSA operations: the builder, the checks of each operation, the verifier and the printer."""
+"""Graphs of typed SSA operations: builder, StableHLO operations, verifier and printer."""

@@ -1,8 +1,7 @@
 """The typed SSA graph: values, operations, functions and modules.
 
 Operations are appended to the function being built (`with module.function(...)`). Each operation
-records which layer of the model it belongs to, as a path such as `layers.3.self_attn`. The path is
-set with `scope`. `castiron.emitter.graph.printer` turns the graph into text.
+records the path of its layer in the model, such as `layers.3.self_attn`, which `scope` sets.
 """
 
 from __future__ import annotations
@@ -37,11 +36,7 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Op:
-    """An operation of the graph.
-
-    kind: what it computes, such as `add` or `kernel`.
-    path: path of the model's layer that it belongs to, such as `layers.3.self_attn`.
-    """
+    """An operation, such as `add` or `kernel`, in the layer `path` of the model."""
 
     kind: str
     operands: tuple[Value, ...]
@@ -52,12 +47,10 @@ class Op:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """How to make the bytes of a parameter: checkpoint tensors, and a function that packs them.
+    """How to make the bytes of a parameter.
 
-    tensors: (name, codec) of each checkpoint tensor. `pack` gets the tensor's rows in the format of
-        this codec, such as "q4_k".
-    pack: a function with one argument for each tensor, a uint8 array [..., row_bytes]. It returns
-        the array that the weights file stores.
+    tensors: (name, codec) of each checkpoint tensor that is read.
+    pack: gets the rows of each tensor in that codec, u8 [..., row_bytes]; returns the stored array.
     """
 
     tensors: tuple[tuple[str, str], ...]
@@ -77,10 +70,8 @@ class Param:
 class Graph:
     """The graph of a function: named inputs, operations in order, outputs.
 
-    storage: maps the index of an output to the input whose buffer this output overwrites. Such an
-        output is a state that is updated in place.
-    entry, states: for an exported function of a model, such as `prefill_32`, its role and width,
-        and the states (such as KV caches) that it updates. Other functions have no entry.
+    storage: from the index of an output to the input whose buffer this output overwrites.
+    entry, states: for an exported function, its role and width, and the states that it updates.
     length: the input with the number of tokens that are not padding; None without padding.
     """
 
@@ -95,10 +86,7 @@ class Graph:
     length: Value | None = None
 
     def returns(self, storage: Mapping[int, Value] = MappingProxyType({}), **outputs: Value) -> None:
-        """Set the outputs of this function, by name.
-
-        storage: maps the index of an output to the input whose buffer this output overwrites.
-        """
+        """Set the outputs by name; `storage` is that of the class."""
         self.outputs = tuple(outputs.values())
         self.output_names = tuple(outputs)
         self.storage = dict(storage)
@@ -114,21 +102,14 @@ class Module:
 
     @contextmanager
     def function(self, name: str, **inputs: TensorType) -> Iterator[tuple[Value, ...]]:
-        """Build a new function of this module from the operations made in a `with` block.
-
-        inputs: the type of each input, by name. The `with` statement yields the inputs as values,
-        in the same order.
-        """
+        """Add a function made in a `with` block, which yields the inputs as values."""
         function = Graph(name, [Value(type_, input_name) for input_name, type_ in inputs.items()])
         with self.defining(function):
             yield tuple(function.inputs)
 
     @contextmanager
     def defining(self, function: Graph) -> Iterator[None]:
-        """Append the operations made in a `with` block to `function`.
-
-        At the end of the block, `function` is added to this module.
-        """
+        """Append the operations of a `with` block to `function`, then add it to the module."""
         if function.name in self.functions:
             raise EmitError(f"module {self.name}: two functions are named {function.name!r}; rename one function")
         with building(self, function):
@@ -165,10 +146,7 @@ _stack: list[_Building] = []
 
 @contextmanager
 def building(module: Module, function: Graph) -> Iterator[None]:
-    """Append the operations made in a `with` block to `function`.
-
-    Their parameters are registered in `module`, but `function` itself is not added to it.
-    """
+    """Append the operations made in a `with` block to `function`, without adding it to `module`."""
     _stack.append(_Building(module, function, [], {}))
     try:
         yield
@@ -188,11 +166,7 @@ def current_function() -> Graph:
 
 @contextmanager
 def scope(name: str) -> Iterator[None]:
-    """Append `name` to the path of all operations made in a `with` block.
-
-    The path names the layer of the model to which an operation belongs. For example, `scope("mlp")`
-    inside `scope("layers.3")` gives the path `layers.3.mlp`.
-    """
+    """Append `name` to the path of all operations made in a `with` block."""
     path = _top().path
     path.append(name)
     try:
@@ -207,12 +181,7 @@ def current_path() -> str:
 
 
 def fail(kind: str, message: str, operands: Sequence[Value] = ()) -> EmitError:
-    """Return an EmitError about an operation that cannot be made.
-
-    kind: what the operation computes, such as "add".
-    message: what is wrong. The text of the error also has `kind`, the types of the operands, and
-        the path of the operation, such as `layers.3.mlp`.
-    """
+    """Return an EmitError with `message`, and the kind, operands and path of an operation."""
     args = ", ".join(f"{v.name + ': ' if v.name else ''}{v.type}" for v in operands)
     path = current_path()
     return EmitError(f"{kind}({args}){' in ' + path if path else ''}: {message}")
@@ -221,13 +190,7 @@ def fail(kind: str, message: str, operands: Sequence[Value] = ()) -> EmitError:
 def append(
     kind: str, operands: Sequence[Value], results: Sequence[TensorType], attrs: Mapping[str, Any] | None = None
 ) -> tuple[Value, ...]:
-    """Append an operation to the function being built and return its results.
-
-    The operation is not checked.
-
-    kind: what it computes, such as "add".
-    results: the type of each result.
-    """
+    """Append an operation to the function being built, unchecked; return its results."""
     for operand in operands:
         if not isinstance(operand, Value):
             raise fail(kind, f"operand is not a Value of the graph: {type(operand).__name__}; pass a Value")
@@ -237,10 +200,7 @@ def append(
 
 
 def parameter(param: Param) -> Value:
-    """Return the value of `param` in the function being built.
-
-    At its first use in the function, this appends an operation that reads the parameter.
-    """
+    """Return the value of `param` in the function being built, reading it once."""
     top = _top()
     top.module.add_param(param)
     if param.name not in top.params:

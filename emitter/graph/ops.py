@@ -1,4 +1,4 @@
-"""Functions that append StableHLO operations to the graph, and return the results as values.
+"""Append StableHLO operations to the graph and return their results.
 
 The types of results are inferred. An invalid operation raises EmitError.
 """
@@ -20,10 +20,7 @@ def _one(kind: str, operands: Sequence[Value], type_: TensorType, **attrs: Any) 
 
 
 def constant(value, dtype: DType, shape: Sequence[int] | None = None) -> Value:
-    """Append a constant: an array, or a number that is repeated to fill `shape`.
-
-    Floats are rounded to `dtype`.
-    """
+    """Append a constant: an array, or a number that fills `shape`, rounded to `dtype`."""
     array = np.asarray(value)
     if shape is not None and array.ndim and array.shape != tuple(shape):
         raise fail("constant", f"the array has shape {array.shape}, but `shape` is {tuple(shape)}; make them equal")
@@ -53,10 +50,7 @@ and_, or_ = map(_elementwise, BITWISE)
 
 
 def compare(direction: str, a: Value, b: Value) -> Value:
-    """Compare a and b element by element; return i1 of their shape.
-
-    direction: EQ, NE, LT, LE, GT or GE.
-    """
+    """Compare a and b element by element; return i1. `direction`: EQ, NE, LT, LE, GT or GE."""
     return _one("compare", (a, b), TensorType(a.shape, I1), direction=direction)
 
 
@@ -71,11 +65,7 @@ def convert(x: Value, dtype: DType) -> Value:
 
 
 def bitcast_convert(x: Value, dtype: DType) -> Value:
-    """Reinterpret the bits of `x` as elements of type `dtype`.
-
-    If `dtype` is narrower, a last dimension is added: i32 [T] becomes i8 [T, 4]. If it is wider,
-    the last dimension must be the number of elements that are joined: i8 [T, 4] becomes i32 [T].
-    """
+    """Reinterpret the bits of x: i32 [T] as i8 is [T, 4], and i8 [T, 4] as i32 is [T]."""
     shape = x.shape
     if x.dtype.bits < dtype.bits:
         shape = shape[:-1]
@@ -85,9 +75,7 @@ def bitcast_convert(x: Value, dtype: DType) -> Value:
 
 
 def broadcast_in_dim(x: Value, shape: Sequence[int], dims: Sequence[int]) -> Value:
-    """Broadcast `x` to `shape`.
-
-    Dimension i of x becomes dimension `dims[i]` of the result; dimensions of size 1 repeat.
+    """Broadcast x to `shape`: dimension i of x becomes dimension `dims[i]`; sizes of 1 repeat.
 
     `dims` must ascend. StableHLO allows any order, but IREE miscompiles some descending ones.
     """
@@ -127,11 +115,7 @@ def slice_(x: Value, starts: Sequence[int], limits: Sequence[int]) -> Value:
 
 
 def dynamic_slice(x: Value, starts: Sequence[Value], sizes: Sequence[int]) -> Value:
-    """Return the slice of x that has the shape `sizes` and begins at the indices `starts`.
-
-    starts: for each dimension, an i32 scalar that is computed at run time. It is clamped so that
-    the slice fits in x.
-    """
+    """Return the slice of shape `sizes` at the i32 scalars `starts`, clamped to fit in x."""
     if not x.shape and not starts and not sizes:
         # IREE's compiler crashes on a slice without dimensions.
         return x
@@ -139,11 +123,7 @@ def dynamic_slice(x: Value, starts: Sequence[Value], sizes: Sequence[int]) -> Va
 
 
 def dynamic_update_slice(x: Value, update: Value, starts: Sequence[Value]) -> Value:
-    """Return a copy of x in which `update` replaces the slice that begins at the indices `starts`.
-
-    starts: for each dimension, an i32 scalar that is computed at run time. It is clamped so that
-    `update` fits in x.
-    """
+    """Return x with `update` at the i32 scalars `starts`, clamped so that it fits in x."""
     return _one("dynamic_update_slice", (x, update, *starts), x.type)
 
 
@@ -153,11 +133,10 @@ def dot_general(
     contract: tuple[Sequence[int], Sequence[int]],
     batch: tuple[Sequence[int], Sequence[int]] = ((), ()),
 ) -> Value:
-    """Multiply tensors `a` and `b` along given dimensions, as StableHLO's `dot_general` does.
+    """Multiply a and b, as StableHLO's `dot_general` does.
 
-    contract: (dimensions of a, dimensions of b) over which the products are summed.
-    batch: (dimensions of a, dimensions of b) that both tensors have in common, such as heads.
-    The result has the batch dimensions, then the remaining dimensions of a, then those of b.
+    contract, batch: (dimensions of a, dimensions of b) that are summed over, or common to both. The
+        result has the batch dimensions, then the remaining ones of a, then those of b.
     """
     (ca, cb), (ba, bb) = (tuple(map(tuple, contract)), tuple(map(tuple, batch)))
     free_a = tuple(n for i, n in enumerate(a.shape) if i not in ca + ba)
@@ -167,11 +146,9 @@ def dot_general(
 
 
 def reduce(kind: str, x: Value, dims: Sequence[int], exact: bool = False) -> Value:
-    """Return the sums or maxima of x over the dimensions `dims`, which the result lacks.
+    """Return the sums ("add") or maxima ("maximum") of x over the dimensions `dims`.
 
-    kind: "add" for sums, "maximum" for maxima.
-    exact: whether additions in every order give the same sum, as they do for small integers. If so,
-        a later pass may choose the order.
+    exact: whether every order of additions gives the same sum, so that a later pass may choose one.
     """
     init = constant(0.0 if kind == "add" else -np.inf, x.dtype, ())
     shape = tuple(n for i, n in enumerate(x.shape) if i not in dims)
@@ -179,10 +156,7 @@ def reduce(kind: str, x: Value, dims: Sequence[int], exact: bool = False) -> Val
 
 
 def argmax(x: Value) -> Value:
-    """Return the index of the largest element of x, f32 [N], as an i32 scalar.
-
-    If several elements are largest, it is the lowest of their indices.
-    """
+    """Return the index of the largest of x f32 [N], the lowest on a tie, as an i32 scalar."""
     operands = (x, iota(x.shape, 0), constant(-np.inf, F32, ()), constant(0, I32, ()))
     return build(LOWERED, "argmax", operands, (TensorType((), F32), TensorType((), I32)))[1]
 

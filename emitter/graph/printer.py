@@ -23,10 +23,7 @@ SCOPE = "model"
 
 
 def print_module(module: Module, weights: str = "parameters") -> str:
-    """Return the MLIR text of a module that has only StableHLO operations and kernel calls.
-
-    weights: "parameters" prints weights as IREE's globals, "arguments" as function arguments.
-    """
+    """Return the MLIR text of a lowered module; `weights` is "parameters" or "arguments"."""
     if weights not in ("parameters", "arguments"):
         raise EmitError(f'unknown form of weights: {weights!r}; use "parameters" or "arguments"')
     lines = [f"module @{module.name} {{"]
@@ -50,7 +47,7 @@ def _is_table(param: Param) -> bool:
 
 
 def print_operations(module: Module, table: Table) -> str:
-    """Return the MLIR text of a module before lowering, such as with the table `layers.operations.LAYERS`.
+    """Return the MLIR text of a module before lowering, with the table `layers.operations.LAYERS`.
 
     MLIR's tools read layer operations only with --allow-unregistered-dialect.
     """

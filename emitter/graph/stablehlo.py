@@ -25,12 +25,11 @@ COMPARISONS = ("EQ", "NE", "LT", "LE", "GT", "GE")
 
 @dataclass(frozen=True)
 class Operation:
-    """A kind of operation, such as "add": its check and its MLIR text.
+    """A kind of operation: its check and its MLIR text.
 
-    operands, results: number of operands and of results; None if it varies.
-    problem: a function that returns an error message for an operation, or None if it is valid.
-    text: a function that gets an operation and the MLIR names of its operands, and returns the MLIR
-        text of the operation.
+    operands, results: their numbers; None if it varies.
+    problem: returns an error message for an operation, or None if it is valid.
+    text: gets an operation and the MLIR names of its operands; returns its MLIR text.
     """
 
     operands: int | None
@@ -55,14 +54,7 @@ Table = Mapping[str, Operation]
 def build(
     table: Table, kind: str, operands: Sequence[Value], results: Sequence[TensorType], attrs: Mapping[str, Any] | None = None
 ) -> tuple[Value, ...]:
-    """Append an operation to the function being built, and return its results.
-
-    table: all kinds of operations, with their checks.
-    kind: the kind of the new operation, a key of `table`, such as "add".
-    results: the types of the results.
-    attrs: the operation's attributes, by name.
-    Raises EmitError if the operation is invalid.
-    """
+    """Append an operation of a kind in `table`; raise EmitError if its check fails."""
     if all(isinstance(operand, Value) for operand in operands):
         op = Op(kind, tuple(operands), tuple(map(Value, results)), attrs or {}, current_path())
         if problem := table[kind].check(op):
@@ -71,10 +63,7 @@ def build(
 
 
 def _moves(rule: Callable[[Op], str | None]) -> Callable[[Op], str | None]:
-    """Return a check that requires equal element types of operand and result, then calls `rule`.
-
-    Like `rule`, it returns an error message for an operation, or None if the operation is valid.
-    """
+    """Return a check that requires equal element types of operand and result, then calls `rule`."""
 
     def with_dtype(op: Op) -> str | None:
         return "the element type changes" if op.operands[0].dtype is not op.results[0].dtype else rule(op)
@@ -239,10 +228,7 @@ def types_of(op: Op) -> str:
 
 
 def number(value, dtype: DType) -> str:
-    """Return the MLIR literal of one number, which MLIR's parser reads as the same bits.
-
-    value: a number of the NumPy type `dtype.numpy`; for bf16, a u16 with the bits of the number.
-    """
+    """Return the MLIR literal of one number, which MLIR's parser reads as the same bits."""
     if dtype.kind == "bool":
         return "true" if value else "false"
     if dtype.kind != "float":

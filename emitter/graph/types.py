@@ -28,14 +28,7 @@ def is_positive(value: object) -> bool:
 
 @dataclass(frozen=True)
 class DType:
-    """An element type.
-
-    name: as in StableHLO, such as "bf16".
-    bits: size of an element.
-    kind: "float", "int" or "bool".
-    numpy: the dtype of NumPy arrays. NumPy has no bf16, so arrays of bf16 are uint16, with the bits
-        of each number.
-    """
+    """An element type with StableHLO's name; arrays of bf16 are uint16, with its bits."""
 
     name: str
     bits: int
@@ -86,20 +79,14 @@ class TensorType:
 
 
 def to_f32(array: np.ndarray, dtype: DType) -> np.ndarray:
-    """Convert an array of `dtype` to f32, which is exact.
-
-    dtype: f32, f16 or bf16; an array of bf16 is uint16, with the bits of each number.
-    """
+    """Convert an array of `dtype` (f32, f16 or bf16) to f32, which is exact."""
     if dtype is BF16:
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32)
 
 
 def from_f32(array: np.ndarray, dtype: DType) -> np.ndarray:
-    """Round an f32 array to the float type `dtype`, ties to even.
-
-    A result of type bf16 is a uint16 array, with the bits of each number.
-    """
+    """Round an f32 array to the float type `dtype`, ties to even."""
     if dtype is not BF16:
         return array.astype(dtype.numpy)
     bits = np.array(array, np.float32, order="C").view(np.uint32)

@@ -10,10 +10,9 @@ from castiron.emitter.graph.types import DTYPES, EmitError, TensorType
 
 
 def check(module: Module, table: Table) -> None:
-    """Raise EmitError if a module is invalid; the message describes the first problem.
+    """Raise EmitError with the first problem of a module.
 
-    table: the allowed operations: `layers.operations.LAYERS` before lowering, and
-    `stablehlo.LOWERED` after it.
+    table: the allowed operations: `LAYERS` before lowering, `LOWERED` after it.
     """
     if not module.functions:
         raise EmitError(f"module {module.name} has no function; add one")

@@ -1,11 +1,17 @@
-"""The functions that model families call to build a graph, such as `linear` and `attention`.
+"""The layers that model families call to build a graph, such as `linear` and `attention`.
 
-These functions append operations to the graph; `castiron.emitter.lowering` replaces them by
-StableHLO or kernels. Scopes give the module path and the names of weights: inside
-`scope("self_attn")`, `linear(x, "q_proj", n)` reads the checkpoint tensor
-`<path>.self_attn.q_proj.weight`.
+They append layer operations, which `emitter.lowering` replaces by StableHLO or kernels. Scopes give
+the names of weights: inside `scope("self_attn")`, `linear(x, "q_proj", n)` reads the checkpoint
+tensor `<path>.self_attn.q_proj.weight`.
 
 Shapes: T tokens of one sequence; x is `[T, features]`, heads are `[T, heads, head_dim]`, all f32.
+
+    operations   the checks and the text of the layer operations
+    step         weights, modules, and the function that is being built
+    kv_cache     KV caches and their storage formats
+    recurrences  layers with a recurrent state
+    rotary       frequencies of rotary embeddings
+    pooling      from hidden states to an embedding
 """
 
 from __future__ import annotations
@@ -27,11 +33,7 @@ from castiron.emitter.layers.step import Step, Weight
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """The gated activation of gpt-oss, a function of the projections gate and up.
-
-    The result is (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g), with g = min(gate,
-    limit).
-    """
+    """gpt-oss: (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g), g = min(gate, limit)."""
 
     alpha: float
     limit: float
@@ -46,10 +48,10 @@ def embedding(step: Step, name: str, vocab: int, hidden: int, scale: float = 1.0
 
 
 def positions(step: Step) -> Value:
-    """Return the position of each token in its sequence, i32 [T].
+    """Return the position of each token, i32 [T], clamped to 0 .. context - 1.
 
-    Positions are clamped to 0 .. context - 1. Padding may be after the end of the context. In a
-    batch, a sequence without a token has a negative position.
+    Padding may be after the end of the context; in a batch, an idle sequence has a negative
+    position.
     """
     shape = step.tokens.shape
     if step.mode == "batch":
@@ -73,11 +75,7 @@ def linear(step: Step, x: Value, name: str, out_features: int, bias: bool = Fals
 
 
 def _reordered(step: Step, x: Value, weight: str) -> Value:
-    """Permute the features of x [T, in] as a GPTQ checkpoint permutes the columns of a weight.
-
-    Checkpoints with desc_act store the columns of some weights in another order. If the weight
-    named `weight` has no such order, return x itself.
-    """
+    """Permute the features of x [T, in] as the columns of `weight` are (`orders`)."""
     if (order := step.module.orders.get(weight)) is None:
         return x
     step.module.reordered.add(weight)
@@ -91,13 +89,9 @@ def _reordered(step: Step, x: Value, weight: str) -> Value:
 def linear_parts(
     step: Step, x: Value, name: str, parts: Mapping[str, int], bias: bool = False, groups: int = 1
 ) -> tuple[Value, ...]:
-    """Apply a fused `torch.nn.Linear`, such as one for q, k and v; return one tensor for each part.
+    """Apply a fused `torch.nn.Linear`, such as one for q, k and v; return a [T, n] for each part.
 
-    parts: from the name of each part to its number of rows in the fused weight. A part of n rows
-        gives a tensor [T, n].
-    groups: 1 if the parts follow one another. With more groups, each part is cut into `groups`
-        equal pieces, which alternate: for parts q and k and 2 groups, rows are in the order q0, k0,
-        q1, k1.
+    groups: if above 1, each part is cut into `groups` pieces, which alternate: q0, k0, q1, k1.
     """
     path, total = current_path(), sum(parts.values())
 
@@ -126,9 +120,9 @@ def values(step: Step, name: str, shape: tuple[int, ...]) -> Value:
 def rms_norm(step: Step, x: Value, name: str | None, eps: float, transform=None, groups: int = 1) -> Value:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv:1910.07467).
 
-    name: name of the norm's module, or None for a norm without a weight.
-    transform: a function that is applied to the weight at compile time.
-    groups: number of equal parts of a row [features] that are normalised separately.
+    name: None for a norm without a weight.
+    transform: applied to the weight at compile time.
+    groups: number of equal parts of a row that are normalised separately.
     """
     if name is None:
         ones = step.table(f"ones.{x.shape[-1]}", x.shape[-1:], lambda: np.ones(x.shape[-1:], np.float32))
@@ -156,10 +150,7 @@ def layer_norm(step: Step, x: Value, name: str, eps: float, bias: bool = True) -
 
 
 def head_norms(step: Step, x: Value, name: str, eps: float) -> Value:
-    """Apply a LayerNorm without a bias to each head of x [T, heads, head_dim].
-
-    Each head has its own weight [head_dim], in the module `<name>.norms.<head>`.
-    """
+    """Apply a LayerNorm with the weight `<name>.norms.<head>` to each head of x."""
     with scope(name):
         weight = step.stack("weight", [f"norms.{head}.weight" for head in range(x.shape[1])], x.shape[2:])
         return build(LAYERS, "head_norms", (x, weight), (x.type,), {"eps": eps})[0]
@@ -170,9 +161,7 @@ def rotary_tables(
 ) -> tuple[Value, Value]:
     """Return the tables (cos, sin) for `rope`, each f32 [context, rotary_dim / 2].
 
-    name: prefix of the names of both tables.
-    growth: maps positions [context] to factors f32 [context]; row p of both tables is multiplied by
-        factor p.
+    growth: maps positions [context] to factors f32 [context] of the rows of both tables.
     """
     shape = (step.context, rotary.inv_freq.size)
 
@@ -188,7 +177,6 @@ def rotary_tables(
 def rope(step: Step, x: Value, tables: tuple[Value, Value], interleaved: bool = False) -> Value:
     """Rotate heads x [T, heads, head_dim] by their positions (rotary embedding, arXiv:2104.09864).
 
-    tables: cos and sin, each [context, rotary_dim / 2].
     Only the first rotary_dim features of a head are rotated, in pairs: features i and i +
     rotary_dim / 2, as in HF's `rotate_half`, or features 2 i and 2 i + 1 if `interleaved`.
     """
@@ -206,10 +194,7 @@ def split_heads(x: Value, heads: int) -> Value:
 
 
 def qkv_heads(step: Step, x: Value, heads: int, kv_heads: int, head_dim: int, bias: bool = False) -> tuple[Value, Value, Value]:
-    """Project x [T, hidden] with `q_proj`, `k_proj` and `v_proj`; return (q, k, v).
-
-    q is [T, heads, head_dim]; k and v are [T, kv_heads, head_dim].
-    """
+    """Project x with `q_proj`, `k_proj`, `v_proj` to q, k, v [T, heads or kv_heads, head_dim]."""
     counts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
     q, k, v = (split_heads(linear(step, x, name, n * head_dim, bias), n) for name, n in counts.items())
     return q, k, v
@@ -230,16 +215,14 @@ def attention(
     """Append k, v [T, kv_heads, head_dim] to the KV cache; apply causal grouped-query attention.
 
     q is [T, heads, head_dim]; the result is [T, heads * head_dim]. Keys and values are rounded to
-    the cache's storage format before any query reads them. All other values are f32.
+    the cache's storage format before any query reads them.
 
-    layer: index of the layer in the model.
     scale: factor of the scores q . k.
     window: a query at position p attends to positions j with p - window < j <= p.
     softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118).
     sinks: [heads], an extra score in the softmax of each head (gpt-oss, arXiv:2508.10925).
-    bidirectional: for encoders only, which take a complete text in one call. A query attends to all
-        positions, or with a window to positions j with |p - j| < window. The layers overwrite one
-        KV cache in turn.
+    bidirectional: for encoders, which take a complete text in one call: all positions, or |p - j| <
+        window. The layers overwrite one KV cache in turn.
     """
     cache, layer = step.cache_of(0 if bidirectional else layer)
     k_cache, v_cache = (step.states[name] for name in cache)
@@ -267,16 +250,15 @@ def route(
     groups: tuple[int, int] = (1, 1),
     rated: int = 2,
 ) -> tuple[Value, Value]:
-    """Choose the experts of each token: return indices i32 [T, top_k] and weights f32 [T, top_k].
+    """Choose the experts of each token: indices i32 and weights f32, both [T, top_k].
 
+    On a tie the lower index comes first.
     logits: [T, experts]. scores: "softmax" over all experts, or "sigmoid" of each logit.
     normalised: whether to divide the weights of a token by their sum.
     correction: [experts], added to the scores only to choose experts (arXiv:2408.15664).
-    groups: (n, m): the experts form n equal groups; a token uses experts of its best m groups only.
+    groups: (n, m): the experts form n groups; a token uses experts of its best m groups only.
     rated: a group is ranked by the sum of its `rated` best scores (1 in arXiv:2405.04434, 2 in
         arXiv:2412.19437).
-
-    On a tie the lower index comes first.
     """
     tokens, experts = logits.shape
     operands = (logits,) if correction is None else (logits, correction)
@@ -299,11 +281,9 @@ def experts(
     """Return the sum over chosen experts of weight * down(function(gate(x)) * up(x)): [T, hidden].
 
     routing: the result of `route`. Only the experts that it chooses for a token are computed.
-    count: number of experts. intermediate: width of the hidden layer of an expert.
+    intermediate: width of the hidden layer of an expert.
     function: the activation. A `ClampedSwiGLU` computes all of function(gate(x)) * up(x).
-    names: names of gate, up and down. Two names are those of up and down: an expert is then
-        down(function(up(x))). Expert e has the weights `<e>.<name>.weight`.
-    bias: whether expert e also has `<e>.<name>.bias`.
+    names: of gate, up and down, or of up and down. Expert e has the weights `<e>.<name>.weight`.
     """
     hidden = x.shape[1]
     shapes = (*[(intermediate, hidden)] * (len(names) - 1), (hidden, intermediate))
@@ -321,13 +301,7 @@ def experts(
 
 
 def _orders_of_experts(step: Step, names: tuple[str, ...], count: int, features: int) -> Value | None:
-    """Return the column orders of all experts' weights, f32 [count, features], or None.
-
-    GPTQ checkpoints with desc_act store the columns of a weight in another order. Element [e, i] is
-    the index of the input feature that column i of expert e's weights multiplies. Return None
-    unless every expert has such an order, the same for all of its projections `names`. If only some
-    experts have one, `models.build` raises EmitError, because no layer has read it.
-    """
+    """Return the column orders of all experts' weights, f32 [count, features], or None."""
     path, module = current_path(), step.module
     weights = [[f"{path}.{e}.{name}.weight" for name in names] for e in range(count)]
     orders = [{module.orders.get(weight) for weight in expert} for expert in weights]
@@ -371,11 +345,7 @@ def last_row(step: Step, x: Value) -> Value:
 
 
 def wanted_rows(step: Step, x: Value) -> Value:
-    """Return the rows of x [T, hidden], the hidden states, from which logits are computed.
-
-    Prefill needs the logits of the last token only, so the result is the row [1, hidden] of the
-    last token that is not padding. In other functions the result is x.
-    """
+    """Return the rows of x [T, hidden] from which logits are computed; one in prefill."""
     every = ROLES[step.role].every_token or x.shape[0] == 1
     return x if every else last_row(step, x)
 
@@ -392,8 +362,5 @@ def lm_head(step: Step, x: Value, vocab: int, tied: bool, embedding: str = "mode
 
 
 def argmax(logits: Value) -> Value:
-    """Return the index of the largest logit in each row of `logits` [T, vocab], as i32 [T].
-
-    On a tie it is the lowest index.
-    """
+    """Return the index of the largest logit in each row, the lowest on a tie, i32 [T]."""
     return build(LAYERS, "argmax_rows", (logits,), (TensorType(logits.shape[:-1], I32),))[0]

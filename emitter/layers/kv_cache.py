@@ -31,10 +31,7 @@ MIN_GROUP = 8  # with fewer elements per scale, q8_0 would take at least as much
 
 @dataclass(frozen=True)
 class Cache:
-    """A format of KV cache rows: its name, a value of --kv-cache-type, and its element type.
-
-    A row is the stored key or value of one head at one position.
-    """
+    """A format of KV cache rows: its name, a value of --kv-cache-type, and its element type."""
 
     name: str
     dtype: DType
@@ -56,20 +53,12 @@ class Cache:
         return np.gcd(head_dim, GROUP).item()
 
     def cuts(self, head_dim: int, size: int) -> bool:
-        """Return whether a row of `head_dim` elements can be split into parts of `size` elements.
-
-        In a format with scales, groups of elements share a scale. So each part must have complete
-        groups, or be inside one group.
-        """
+        """Return whether a row can be cut into parts of `size` elements along its groups."""
         group = self.group(head_dim)
         return size % group == 0 or group % size == 0
 
     def row(self, head_dim: int) -> tuple[int, ...]:
-        """Return the shape of the stored key or value of one head at one position.
-
-        It is [head_dim], or [groups, 4 + elements of a group] if groups of elements share an f32
-        scale.
-        """
+        """Return the shape of a row: [head_dim], or [groups, 4 + G] with scales."""
         group = self.group(head_dim)
         return (head_dim // group, SCALE_BYTES + group) if self.grouped else (head_dim,)
 
@@ -77,17 +66,11 @@ class Cache:
         return prod(self.row(head_dim)) * self.dtype.bits // 8
 
     def type(self, layers: int, context: int, kv_heads: int, head_dim: int) -> TensorType:
-        """Return the tensor type of the buffer with the keys, or the values, of `layers` layers.
-
-        The shape is [layers, context, kv_heads, ...], where the last dimensions are those of `row`.
-        """
+        """Return the type of the buffer of keys or values: [layers, context, kv_heads, *row]."""
         return TensorType((layers, context, kv_heads, *self.row(head_dim)), self.dtype)
 
     def stored(self, x: np.ndarray) -> np.ndarray:
-        """Convert keys or values x [..., head_dim] to this storage format, rounded to nearest even.
-
-        The result is [..., *row(head_dim)].
-        """
+        """Convert x [..., head_dim] to [..., *row(head_dim)], rounded to nearest even."""
         if not self.grouped:
             return x.astype(self.dtype.numpy)
         groups, size = self.row(x.shape[-1])
@@ -108,15 +91,9 @@ EXACT = CACHES["f32"]
 
 
 def layer_caches(windows: Mapping[int, int | None], context: int, kv_heads: int, head_dim: int) -> tuple[State, ...]:
-    """Return the states (buffers for one sequence) that are the KV caches of a model's layers.
+    """Return the KV caches of a model's layers: `k` and `v`, and `k_sliding` and `v_sliding`.
 
-    Layers with full attention share the states `k` and `v`. Layers with a sliding window share the
-    ring buffers `k_sliding` and `v_sliding`. Every state is [layers, context, kv_heads, head_dim],
-    where `layers` is the number of layers that use the state. `cut_to_rings` shortens the ring
-    buffers later.
-
-    windows: from the index of a layer to the size of its sliding window in tokens, or to None for
-        full attention. All sliding windows must have the same size.
+    windows: from a layer to its sliding window in tokens, or None; all windows are equal.
     """
     found: list[State] = []
     for window in sorted(set(windows.values()), key=bool):
@@ -128,12 +105,9 @@ def layer_caches(windows: Mapping[int, int | None], context: int, kv_heads: int,
 
 
 def cut_to_rings(states: Sequence[State], tokens: int) -> tuple[State, ...]:
-    """Return `states` with each ring buffer shortened to the rows that its sliding window needs.
+    """Return `states` with ring buffers of the rows that calls of `tokens` tokens need.
 
-    tokens: the max number of tokens of a call; more tokens need more rows.
-
-    If a ring buffer needs a row for every position of the context, it gets the kind "positional",
-    as a cache for full attention.
+    A ring buffer that needs a row for every position of the context becomes positional.
     """
 
     def cut(state: State) -> State:
@@ -147,7 +121,7 @@ def cut_to_rings(states: Sequence[State], tokens: int) -> tuple[State, ...]:
 
 
 def stored_as(states: Sequence[State], cache: str) -> tuple[State, ...]:
-    """Return `states` with all KV caches in the storage format `cache`, such as "f16" or "q8_0".
+    """Return `states` with all KV caches in the storage format `cache`.
 
     Recurrent states stay f32, because their rounding errors would add up from token to token.
     """

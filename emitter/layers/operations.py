@@ -45,15 +45,7 @@ _POSITIONS = "the positions must be i32: [T] in a batch, start and length in pre
 
 
 def _norm(max_weights: int, *ranks: int) -> Callable[[Op], str | None]:
-    """Return a function that checks an operation that normalises the last dimension of x.
-
-    Such operations are `rms_norm`, `layer_norm` and `head_norms`. The function returns an error
-    message, or None if the operation is valid.
-
-    max_weights: the operation must have 1 to `max_weights` weights, a bias included.
-    ranks: allowed ranks of a weight. A weight of rank 2, for example, must have the shape of the
-        last two dimensions of x.
-    """
+    """Return a check of a norm with at most `max_weights` weights, bias included, of `ranks`."""
 
     def rule(op: Op) -> str | None:
         x, *own = op.operands
@@ -143,13 +135,9 @@ def _experts(op: Op) -> str | None:
 
 
 def _recurrence(fits: Callable[[list[tuple[int, ...]], tuple[int, ...]], bool]) -> Callable[[Op], str | None]:
-    """Return a function that checks an operation with a recurrent state, such as `gated_delta`.
+    """Return a check of an operation with a recurrent state.
 
-    The function returns an error message, or None if the operation is valid.
-
-    fits(shapes, state): returns whether the shapes match. `shapes` has the shapes of the operands,
-        without the state and positions, followed by the shape of the result. `state` is the shape
-        of the state of one layer.
+    fits(shapes, state): gets the shapes of operands and result, and of one layer's state.
     """
 
     def rule(op: Op) -> str | None:

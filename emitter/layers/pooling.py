@@ -29,13 +29,9 @@ ACTIVATIONS = tuple(_ACTIVATIONS)
 
 @dataclass(frozen=True)
 class Dense:
-    """A linear layer after pooling, followed by an activation and an optional LayerNorm.
+    """A linear layer `<name>.linear` after pooling, an activation and an optional LayerNorm.
 
-    name: path of the layer in the checkpoint; its weight is `<name>.linear.weight` [features, in].
-    features: number of output features.
-    bias: whether the linear layer has a bias.
-    activation: one of `ACTIVATIONS`.
-    norm: (epsilon, whether the norm has a bias) of the LayerNorm `<name>.norm`; None for no norm.
+    norm: (epsilon, whether it has a bias) of the LayerNorm `<name>.norm`; None for no norm.
     """
 
     name: str
@@ -62,7 +58,6 @@ class Pooling:
     """How the hidden states of a text's tokens become one embedding.
 
     mode: "mean" of all tokens, "last" for the last token, or "cls" for the first token.
-    dense: linear layers that are applied after the pooling.
     normalised: whether the embedding is scaled to length 1.
     """
 
@@ -71,20 +66,14 @@ class Pooling:
     normalised: bool = True
 
     def states(self, hidden: int) -> list[State]:
-        """Return the buffers that pooling needs between the calls that encode one long text.
-
-        For "mean" this is the sum of the text's hidden states so far, [1, hidden]. Other modes need
-        no buffer.
-        """
+        """Return the sum of a text's hidden states so far, [1, hidden], if the mode is "mean"."""
         return [State(SUM, (1, hidden), "recurrent", layers=(0,))] if self.mode == "mean" else []
 
     def pool(self, step: Step, x: Value, chunks: bool) -> Value:
-        """Append the pooling to the function being built; return the embedding, f32 [features].
+        """Append the pooling of x [T, hidden] to the function being built; return f32 [features].
 
-        step: the inputs and states of the function being built.
-        x: the hidden states of a call's tokens, [T, hidden].
-        chunks: whether a long text may be encoded in several calls. If so, the mean after each call
-            includes the tokens of earlier calls.
+        chunks: whether a text may be encoded in several calls, so that the mean includes earlier
+            calls.
         """
         if self.mode == "cls" and chunks:
             raise EmitError("pooling 'cls' does not support causal models; use pooling 'mean' or 'last'")

@@ -26,10 +26,8 @@ def causal_conv(step: Step, layer: int, x: Value, name: str, bias: bool) -> Valu
 
         y_t = bias + sum over i < n of w_i x_(t - n + 1 + i)
 
-    Return y [T, features]. n is the kernel size, and w is the weight `<name>.weight` [features, 1,
-    n]. The rows of x before this call are in the state `conv` [layers, n - 1, features], which
-    stores the latest n - 1 rows, oldest first.
-    layer: the layer's index in the model. bias: whether the convolution has a bias.
+    w is the weight `<name>.weight` [features, 1, n]. The state `conv` [layers, n - 1, features] has
+    the latest n - 1 rows of x, oldest first.
     """
     positions = step.states["conv"].shape[1] + 1
     with scope(name):
@@ -41,15 +39,14 @@ def causal_conv(step: Step, layer: int, x: Value, name: str, bias: bool) -> Valu
 def gated_delta(step: Step, layer: int, q: Value, k: Value, v: Value, a: Value, b: Value) -> Value:
     """Apply the gated delta rule (arXiv:2412.06464), HF's `torch_chunk_gated_delta_rule`.
 
-        S_t = exp(g_t) S_(t-1) + k_t (beta_t (v_t - exp(g_t) k_t S_(t-1))),  out_t = q_t S_t / sqrt(k_dim)
+        S_t = exp(g_t) S_(t-1) + k_t (beta_t (v_t - exp(g_t) k_t S_(t-1)))
+        out_t = q_t S_t / sqrt(k_dim)
 
-    layer: the layer's index in the model.
-    q, k: [T, k_heads, k_dim]. The operation itself divides each head by its L2 norm, the root of
-        (sum of squares + 1e-6).
+    q, k: [T, k_heads, k_dim], divided by the root of (sum of squares + 1e-6) by the operation
+        itself.
     v: [T, v_heads, v_dim]. Each head of q and k is used for v_heads / k_heads heads of v.
-    a, b: [T, v_heads], from which g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b) are
-        computed. `A_log` and `dt_bias` are weights [v_heads].
-    S is the state `delta` [layers, v_heads, k_dim, v_dim]. The result is [T, v_heads, v_dim].
+    a, b: [T, v_heads], with g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b).
+    S: the state `delta` [layers, v_heads, k_dim, v_dim]. The result is [T, v_heads, v_dim].
     """
     rates = _rate(step, v.shape[1]), step.vector("dt_bias", (v.shape[1],))
     return _recur(step, "gated_delta", (q, k, v, a, b, *rates), layer, "delta", v)
@@ -60,12 +57,9 @@ def selective_scan(step: Step, layer: int, x: Value, dt: Value, b: Value, c: Val
 
         S_t = exp(A d_t) S_(t-1) + d_t x_t B_t,  y_t = S_t C_t + D x_t
 
-    layer: the layer's index in the model.
-    x and the result y: [T, heads, head_dim].
-    dt: [T, heads], from which d = softplus(dt + dt_bias) is computed.
-    b, c: B and C of the formula, [T, groups, n]. Each group is used for heads / groups heads.
-    A = -exp(A_log). `A_log`, `D` and `dt_bias` are weights [heads]. S is the state `scan` [layers,
-    heads, head_dim, n].
+    x, y: [T, heads, head_dim]. dt: [T, heads], with d = softplus(dt + dt_bias).
+    b, c: B and C, [T, groups, n]. Each group is used for heads / groups heads. A = -exp(A_log). S
+        is the state `scan` [layers, heads, head_dim, n].
     """
     heads = x.shape[1]
     vectors = _rate(step, heads), step.vector("dt_bias", (heads,)), step.vector("D", (heads,))
@@ -77,14 +71,7 @@ def _rate(step: Step, heads: int) -> Value:
 
 
 def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: str, like: Value) -> Value:
-    """Append an operation that reads and updates a layer's recurrent state; return its output.
-
-    kind: the type of the operation, such as "gated_delta".
-    operands: its inputs in addition to the state.
-    layer: the layer's index in the model.
-    name: the name of the state. `step.states[name]` is replaced by the new state.
-    like: a value with the type of the output.
-    """
+    """Append an operation that reads and updates a layer's recurrent state; return its output."""
     state = step.states[name]
     numbers = (step.start,) + ((step.length,) if step.length is not None else ())
     attrs = {"layer": _index(step, kind, name, layer, operands), "mode": step.mode}
@@ -93,12 +80,7 @@ def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: s
 
 
 def _index(step: Step, kind: str, name: str, layer: int, operands: Sequence[Value] = ()) -> int:
-    """Return the index of a layer's slice in the recurrent state `name`.
-
-    layer: the layer's index in the model.
-    kind, operands: the operation that needs the state, for the error message.
-    Raises EmitError if the state has no slice for this layer.
-    """
+    """Return the index of a layer in the recurrent state `name`; EmitError if it has none."""
     record = step.records[name]
     if record.kind != "recurrent" or layer not in record.layers:
         raise fail(
@@ -115,12 +97,9 @@ def recurrent(step: Step, name: str, layer: int) -> Value:
 
 
 def carry(step: Step, name: str, layer: int, after: Value) -> None:
-    """Store a layer's recurrent state `name` at the end of a call, for the next call.
+    """Store a layer's state for the next call: of the last real token, or of each active sequence.
 
-    layer: the layer's index in the model.
-    after: the layer's state after each of the T tokens, [T, ...]. If the tokens belong to one
-        sequence, the state after the last token that is not padding is stored. If they are a batch
-        of T sequences, the state of each sequence is stored, except for idle sequences.
+    after: the state after each of the T tokens, [T, ...].
     """
     state, before = step.states[name], recurrent(step, name, layer)
     if after.shape != (wanted := (step.tokens.shape[0], *state.shape[1:])):
@@ -131,11 +110,7 @@ def carry(step: Step, name: str, layer: int, after: Value) -> None:
 
 
 def of_layer(state: Value, layer: int, sequences: int) -> Value:
-    """Return one layer's slice [sequences, ...] of a state [sequences * layers, ...].
-
-    Dimension 0 has all layers of the first sequence, then those of the second, and so on.
-    layer: the layer's index among the layers that have this state.
-    """
+    """Return one layer's slice [sequences, ...] of a state [sequences * layers, ...]."""
     per, own = state.shape[0] // sequences, state.shape[1:]
     by_sequence = ops.reshape(state, (sequences, per, *own))
     rest = [0] * len(own)
@@ -143,13 +118,7 @@ def of_layer(state: Value, layer: int, sequences: int) -> Value:
 
 
 def with_layer(state: Value, layer: int, after: Value) -> Value:
-    """Return a copy of `state` in which `after` replaces one layer's slice.
-
-    state: [sequences * layers, ...]. Dimension 0 has all layers of the first sequence, then those
-        of the second, and so on.
-    layer: the layer's index among the layers that have this state.
-    after: [sequences, ...].
-    """
+    """Return a copy of `state` in which `after` [sequences, ...] replaces one layer's slice."""
     sequences, own = after.shape[0], state.shape[1:]
     zero = ops.constant(0, I32, ())
     at = [zero, ops.constant(layer, I32, ()), *(zero for _ in own)]
@@ -159,10 +128,6 @@ def with_layer(state: Value, layer: int, after: Value) -> Value:
 
 
 def where_active(positions: Value, after: Value, before: Value) -> Value:
-    """Return, for each sequence, `after` if the sequence is active, or `before` if it is idle.
-
-    positions: i32 [sequences]; a negative position marks an idle sequence.
-    after, before, and the result: [sequences, ...], such as states after and before a call.
-    """
+    """Return `after` for active sequences and `before` for idle ones (negative positions)."""
     runs = ops.compare("GE", positions, ops.constant(0, I32, positions.shape))
     return ops.select(ops.broadcast_in_dim(runs, after.shape, (0,)), after, before)

@@ -21,17 +21,14 @@ from castiron.emitter.graph.types import DTYPES, F32, EmitError, TensorType
 class Weight:
     """A tensor that the model reads: a tensor of the checkpoint, or one made from several.
 
-    codec: the format in which the bundle stores the weight (a key of `CODECS` in `emitter.codecs`).
-    transform: a function that is applied to the f32 values before they are stored. Then the codec
-        is f32.
-    values: a function that computes the tensor, if it is not in the checkpoint.
+    codec: the format in which the bundle stores the weight.
+    transform: applied to the f32 values before they are stored; the codec is f32.
+    values: computes the tensor, if it is not in the checkpoint.
     parts: (name, shape) of the checkpoint tensors whose rows are stacked; default: tensor `name`.
-    groups, rows: select some of the stacked rows, such as those of q in a fused qkv projection. The
-        rows are divided into `groups` equal groups, and the weight has rows[0] to rows[1] - 1 of
-        each group. By default, it has all rows.
-    apart: (number of heads, n), to reorder the first n rows of each head for rotary embeddings. In
-        the checkpoint, rows 2i and 2i + 1 are rotated together. The bundle stores rows 0, 2, 4, ...
-        of each head before rows 1, 3, 5, ...
+    groups, rows: the stacked rows form `groups` equal groups, and the weight has rows[0] to rows[1]
+        - 1 of each, such as q of a fused qkv projection; None: all rows.
+    apart: (heads, n): the first n rows of each head are stored as 0, 2, 4, ..., 1, 3, 5, ...,
+        because the checkpoint rotates rows 2i and 2i + 1 together.
     """
 
     name: str
@@ -46,20 +43,13 @@ class Weight:
 
     @property
     def tensors(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return (name, shape) of each checkpoint tensor from which this weight is made.
-
-        It is empty if `values` computes the weight.
-        """
+        """Return (name, shape) of the checkpoint tensors; none if `values` computes the weight."""
         if self.values is not None:
             return ()
         return self.parts or ((self.name, self.shape),)
 
     def raw(self, *tensors: np.ndarray) -> np.ndarray:
-        """Return the bytes of this weight's rows, u8 [*shape[:-1], row_bytes].
-
-        tensors: the bytes of each checkpoint tensor of `self.tensors`, in the weight's codec. The
-        method stacks their rows, then selects and reorders them (see `rows`, `groups`, `apart`).
-        """
+        """Return the weight's bytes, u8 [*shape[:-1], row_bytes], from those of its tensors."""
         if self.rows is None and self.apart is None and len(tensors) == 1:
             return tensors[0]
         counts = (prod(shape[:-1]) if len(shape) > 1 else shape[0] for _, shape in self.tensors)
@@ -78,11 +68,9 @@ class Weight:
 
 
 def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source:
-    """Return the recipe for an array of the weights file: the checkpoint tensors and a function.
+    """Return the recipe for an array of the weights file that is made of `weights`.
 
-    weights: the weights that the array consists of.
-    pack: a function that gets the bytes of each weight, u8 [*shape[:-1], row_bytes], and returns
-        the array to store.
+    pack: gets the bytes of each weight, u8 [*shape[:-1], row_bytes]; returns the array to store.
     """
 
     def pack_tensors(*tensors: np.ndarray) -> np.ndarray:
@@ -93,13 +81,11 @@ def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source
 
 
 class ModelModule(Module):
-    """The functions of a model as graphs of layer operations, such as attention, before lowering.
+    """The functions of a model as graphs of layer operations, before lowering.
 
-    codecs: a function from the name of a checkpoint tensor to the codec in which it is stored.
-    orders: for weights whose columns are permuted, as with GPTQ's act-order. Maps the name of the
-        weight to the name of the tensor that contains the permutation.
-    reordered: the names of those weights of `orders` that a layer has read so far.
-    weights: the tensors and tables that the module reads, by name.
+    codecs: from the name of a checkpoint tensor to the codec in which it is stored.
+    orders: from a weight with permuted columns (GPTQ's act-order, Qwen 3.5's GGUF) to the name of
+        the tensor with the permutation. reordered: the weights of `orders` that a layer has read.
     """
 
     def __init__(self, name: str, codecs: Callable[[str], str], orders: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -109,11 +95,8 @@ class ModelModule(Module):
 
     @contextmanager
     def step(self, entry: Function, states: Sequence[State], context: int) -> Iterator[Step]:
-        """Add a function to the module; yield a `Step`, which has the function's inputs and states.
+        """Add a function to the module; yield the `Step` with which layers build it.
 
-        Layers called in the `with` block append their operations to the function.
-        entry: the function's role and number of tokens.
-        states: the KV caches and recurrent states that the function updates.
         context: the max number of tokens in a sequence.
         """
         for state in states:
@@ -143,22 +126,16 @@ class ModelModule(Module):
 class Step:
     """The function that is being built: its inputs and its states (KV caches, recurrent states).
 
-    module: the module that gets the function.
-    role: what the function does: "decode", "prefill" or another key of `abi.ROLES`.
-    tokens: token ids, i32 [T]: T tokens of one sequence, or in a batch one token of each of T
-        sequences.
-    start: the position of the first token, i32; in a batch the position of each token, i32 [T],
-        which is negative for an idle sequence.
+    role: a key of `abi.ROLES`.
+    tokens: token ids, i32 [T]: of one sequence, or in a batch one token of each of T sequences.
+    start: the position of the first token, i32; in a batch of each token, i32 [T], negative if
+        idle.
     length: how many tokens are not padding, i32; None if there is no padding.
-    states: the current value of each state, by name. Layer operations replace this value.
-        Dimension 0 is the layers; in a batch, it is the layers of the first sequence, then those
-        of the second, and so on.
-    records: the `State` (shape, kind, layers) of each value in `states`, by name.
-    context: the max number of tokens in a sequence.
-    hidden: the final hidden states that `layers.lm_head` got, [rows, hidden]: in prefill those of
-        the last token that is not padding, otherwise those of all tokens; None before that call.
-    reordered: a cache of values whose features were permuted to match a weight with permuted
-        columns. Key: (original value, name of the tensor that contains the permutation).
+    states: the current value of each state, which layer operations replace. Dimension 0 is the
+        layers, in a batch those of the first sequence, then those of the second, and so on.
+    records: the `State` of each value in `states`.
+    hidden: what `layers.lm_head` got, [rows, hidden]; None before that call.
+    reordered: from (value, tensor with a permutation) to the value with permuted features.
     """
 
     module: ModelModule
@@ -174,10 +151,7 @@ class Step:
 
     @property
     def mode(self) -> str:
-        """Return "prefill" if the role is "embed" or "encode", otherwise the role.
-
-        Layers treat the tokens of these three roles in the same way.
-        """
+        """Return the role, or "prefill" for "embed" and "encode", which layers treat alike."""
         return "prefill" if self.role in ("embed", "encode") else self.role
 
     @property
@@ -186,40 +160,27 @@ class Step:
         return self.tokens.shape[0] if self.mode == "batch" else 1
 
     def cache_of(self, layer: int) -> tuple[tuple[str, str], int]:
-        """Return where a layer's KV cache is: ((name of key state, name of value state), index).
-
-        layer: the layer's index in the model.
-        index: the layer's index in dimension 0 of both states.
-        """
+        """Return where a layer's KV cache is: ((key state, value state), index in dimension 0)."""
         keys, values = (s for s in self.records.values() if layer in s.layers and s.kind != "recurrent")
         return (keys.name, values.name), keys.layers.index(layer)
 
     def weight(self, name: str, shape: Sequence[int], codec: str | None = None, transform=None) -> Value:
         """Return the checkpoint tensor `<module path>.<name>` as a value of type f32.
 
-        The module path is that of the current scope, such as "model.layers.0.mlp".
-        codec: the format in which the bundle stores the tensor; by default `module.codecs` decides.
-        transform: a function that is applied to the tensor's f32 values before they are stored.
+        codec: None: what `module.codecs` returns. transform: applied to the f32 values before
+            storing.
         """
         full = ".".join(filter(None, (current_path(), name)))
         return self.module.weight(Weight(full, tuple(shape), codec or self.module.codecs(full), transform))
 
     def vector(self, name: str, shape: Sequence[int], transform=None) -> Value:
-        """Return the checkpoint tensor `<module path>.<name>`, such as a bias, stored in f32.
-
-        transform: a function that is applied to the tensor's values before they are stored.
-        """
+        """Return the checkpoint tensor `<module path>.<name>`, such as a bias, stored in f32."""
         return self.weight(name, shape, "f32", transform)
 
     def stack(self, name: str, parts: Sequence[str], shape: Sequence[int]) -> Value:
-        """Stack checkpoint tensors of one shape to one weight, and return it.
+        """Stack tensors: [out, in] to [len(parts) * out, in], or [n] to [len(parts), n].
 
-        name: the name of the new weight.
-        parts: the names of the tensors, in order. Names are relative to the current module path.
-        shape: the shape of each tensor. Tensors [out, in] become [len(parts) * out, in], and
-            vectors [n] become [len(parts), n].
-        The stack is stored in the codec of the tensors, or in f32 if the tensors are vectors or
-        have different codecs.
+        The codec is that of the tensors, or f32 for vectors and for tensors of different codecs.
         """
         path = current_path()
         names = [f"{path}.{part}" for part in parts]
@@ -230,8 +191,5 @@ class Step:
         return self.module.weight(full)
 
     def table(self, name: str, shape: Sequence[int], values: Callable[[], np.ndarray]) -> Value:
-        """Return an f32 tensor that is not in the checkpoint, such as a table of cosines.
-
-        values: a function that computes the tensor when the weights file is written.
-        """
+        """Return an f32 tensor that is not in the checkpoint; `values` computes it."""
         return self.module.weight(Weight(name, tuple(shape), values=values))

@@ -1,7 +1,7 @@
 """Move constant factors from the input of linear layers to the result: W (c x) becomes c (W x).
 
-Linear layers whose inputs are x times different constants then have the same input x, so they can
-become one matmul. If x is the result of an RMS norm, this matmul can compute the norm too.
+Linear layers whose inputs are x times different constants can then become one matmul, which can
+also compute an RMS norm of x.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from castiron.emitter.graph.ir import Graph, Op, Value, users
 
 
 def with_factors_after(function: Graph) -> Graph:
-    """Return a copy of a function in which c (W x) replaces W (c x).
-
-    Here W is a linear layer without a bias, and c is any constant number.
-    """
+    """Return a copy of a function in which c (W x) replaces W (c x), for layers without a bias."""
     producer = {value: op for op in function.ops for value in op.results}
     uses, readers = users(function), dict[Value, list[Op]]()
     for op in function.ops:
@@ -23,10 +20,7 @@ def with_factors_after(function: Graph) -> Graph:
             readers.setdefault(value, []).append(op)
 
     def factor_of(linear: Op) -> Op | None:
-        """Return the operation that defines the constant c if `linear` is W (c x), otherwise None.
-
-        Also return None if c (W x) cannot replace it, for example because of a bias.
-        """
+        """Return the operation that defines c if c (W x) can replace `linear`, otherwise None."""
         scaled = producer.get(linear.operands[0])
         if scaled is None or scaled.kind != "multiply":
             return None

@@ -63,10 +63,9 @@ INLINE_LIMIT = 1024
 class _Heads:
     """The inputs of a `fused_attention` that is not built yet.
 
-    sources: where q, k and v come from: values, or lists of linear operations. Each list becomes
-        one matmul.
-    layout: the numbers of heads, and how they are normalised and rotated.
-    reordered: new weight operations, with rows reordered for the rotary embedding.
+    sources: where q, k and v come from: values, or lists of linear operations that become one
+        matmul.
+    reordered: weight operations with rows reordered for the rotary embedding.
     prepared: norm weights and rotary tables, by name, such as "q_norm" and "cos".
     """
 
@@ -101,8 +100,8 @@ class _Uses:
 def fuse(function: Graph, norm_limit: int, norm_tokens: int = 1, gpu: bool = False) -> Graph:
     """Return a copy of a function in which one operation replaces each pattern of this module.
 
-    norm_limit, norm_tokens: an RMS norm with at most so many features and tokens may become a part
-    of a matmul. gpu: whether to fuse the patterns for GPUs too.
+    norm_limit, norm_tokens: the max features and tokens of an RMS norm that joins a matmul.
+    gpu: whether to fuse the patterns for GPUs too.
     """
     if gpu:
         function = with_own_heads(with_factors_after(function))
@@ -142,10 +141,7 @@ def fuse(function: Graph, norm_limit: int, norm_tokens: int = 1, gpu: bool = Fal
 def _matmul(
     graph: _Uses, linears: list[Op], result: Value, path: str, residual: Value | None = None, glu: str | None = None
 ) -> Op:
-    """Return one `matmul` operation for linear operations with the same input and codec.
-
-    residual: a value to add to `result`. glu: the activation if `linears` are gate and up of a GLU.
-    """
+    """Return one `matmul` operation for linear operations with the same input and codec."""
     x = linears[0].operands[0]
     norm = graph.norms.get(x)
     biases = [op.operands[2] for op in linears if len(op.operands) > 2]
@@ -221,10 +217,7 @@ def _heads(graph: _Uses, op: Op, gpu: bool) -> _Heads:
 
 
 def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
-    """Return copies of the weight and bias of `linear`, with the rows of each head reordered.
-
-    Rows 2 i and 2 i + 1 of a head become i and i + rotary_dim / 2. order: (heads, rotary_dim).
-    """
+    """Return copies of weight and bias in which rows 2 i and 2 i + 1 are i and i + dim / 2."""
     made = []
     for value in linear.operands[1:]:
         weight = graph.producer[value]
@@ -238,10 +231,10 @@ def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
 
 
 def _chain(graph: _Uses, value: Value) -> list[Op]:
-    """Return the operations between a projection and `value`, which is q or k of attention.
+    """Return the operations between a projection and q or k of attention, the last one first.
 
-    From the last to the first, they are at most: a rope, an RMS norm of each head, a reshape to
-    heads, and an RMS norm of the complete row. There is only one of the two norms.
+    They are at most a rope, an RMS norm of each head, a reshape to heads, and one of the complete
+    row.
     """
     chain: list[Op] = []
     for kind in ("rope", "rms_norm", "reshape", "rms_norm"):
@@ -260,11 +253,7 @@ def _alike(q: Op, k: Op) -> bool:
 
 
 def _stacks(graph: _Uses, values: list[Value]) -> list[Value | list[Op]]:
-    """Group the linear operations that compute `values` (q, k and v): each list becomes one matmul.
-
-    Consecutive linear operations with the same input and codec form a list. A value that no linear
-    operation computes stays as it is.
-    """
+    """Group consecutive linear operations that compute q, k and v and can become one matmul."""
     sources: list[Value | list[Op]] = []
     for value in values:
         linear = graph.only(value, "linear")
@@ -291,8 +280,7 @@ def _codec(graph: _Uses, linear: Op) -> str:
 def _glu(graph: _Uses, op: Op, siblings_first: bool) -> None:
     """Replace the multiplication `op` by one matmul if it is act(gate) * up of a GLU.
 
-    siblings_first: whether to skip this if more linear layers have the same input and codec:
-    `_siblings` then makes one matmul of all of them.
+    siblings_first: leave it to `_siblings` if more linear layers have the same input and codec.
     """
     for a, b in (op.operands, op.operands[::-1]):
         act, up = graph.only(a, "activation"), graph.only(b, "linear")

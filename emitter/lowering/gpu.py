@@ -1,8 +1,6 @@
-"""Lowering rules that replace layer operations, such as attention, by GPU kernel calls.
+"""Lowering rules that replace fused layer operations by calls of GPU kernels.
 
-`lowering.fusion` runs first and fuses some layer operations, for which there are rules here too.
-The rules of matmuls and recurrent operations are those of `lowering.kernels`, with kernels for
-GPUs.
+The rules of matmuls and recurrent operations are those of `lowering.kernels`.
 """
 
 from __future__ import annotations
@@ -47,13 +45,9 @@ NORM_LIMIT = 1 << 16
 
 
 def words_param(weights: Sequence[Weight], experts: int = 1) -> Param:
-    """Return one parameter with the rows of all `weights`, packed into i32 words for GPU kernels.
+    """Return one parameter i32 [rows, words per row] with the rows of all `weights`.
 
-    The parameter is i32 [rows, words per row]; `kernels.gpu.words` defines the layout of a row.
-
-    experts: number of experts, or 1 for weights without experts. Each weight has the rows of expert
-        0, then those of expert 1, and so on. The parameter has the rows of expert 0 from all
-        weights, then those of expert 1 from all weights.
+    experts: the parameter has the rows of expert 0 of every weight, then those of expert 1.
     """
     codec, inner = weights[0].codec, weights[0].shape[1]
     layout, rows = layout_of(codec), sum(w.shape[0] for w in weights)
@@ -67,14 +61,9 @@ def words_param(weights: Sequence[Weight], experts: int = 1) -> Param:
 
 
 def projected(p: Projection, factors: Value | None = None) -> Value:
-    """Append the GPU kernel call of the matmul `p`; return its result, f32 [rows, out].
+    """Append the GPU kernel call of the matmul `p`; return f32 [rows of x, out].
 
-    There is one row for each row of x; with experts, for each (token, expert) pair, or with
-    `factors` for each token. Rows of x that are padding are computed too.
-
-    factors: if given, the results of each token's experts are summed: x is [T * n, in], with one
-        row for each of the n experts of a token. `factors`, f32 [T, n], has the factor of each
-        expert in the sum of its token. None for no sum.
+    factors: f32 [T, n], to sum the results of each token's n experts; x is [T * n, in].
     """
     p = replace(p, length=None)
     matmul, given = p.matmul, p.operands(words_param(p.weights, p.experts or 1))
@@ -190,7 +179,7 @@ def argmax_rows(op: Op, logits: Value) -> Value:
 
 
 def rules() -> dict[str, Rule]:
-    """Return a dictionary from each kind of layer operation to the rule that lowers it for GPUs."""
+    """Return the lowering rule of each kind of layer operation."""
     shared = {kind: partial(kernels.RULES[kind], _CONTEXT) for kind in ("matmul", *RECURRENT)}
     return {**portable.RULES, **shared, **RULES}
 

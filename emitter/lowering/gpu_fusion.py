@@ -37,12 +37,9 @@ NEAR = 16  # max number of operations between kernels that become one dispatch
 
 @dataclass
 class _Function:
-    """A lowered function whose operations are being fused, with information about its values.
+    """A lowered function whose operations are being fused.
 
-    producer: maps a value to the operation that computes it.
-    position: maps a value to the index of this operation in the function.
-    users: maps a value to the operations that use it.
-    stored: maps a value that a kernel writes to memory to the result of this kernel.
+    stored: from a value that a kernel writes to memory to the result of this kernel.
     """
 
     graph: Graph
@@ -59,13 +56,10 @@ class _Function:
                 self.users.setdefault(value, []).append(op)
 
     def expression(self, root: Value, names: dict[Value, str], own: Value | None = None) -> Expression:
-        """Return the graph of operations with which a kernel computes `root` itself.
+        """Return the operations from loaded values to `root`, which a kernel computes itself.
 
-        The graph begins at the values that the kernel loads from memory.
-
-        names: maps each of these values to the name of a kernel operand. The method adds missing
-            values.
-        own: the kernel's own result, if `root` may depend on it. It is not loaded.
+        names: from each loaded value to the name of a kernel operand; missing values are added.
+        own: the kernel's own result, which is not loaded.
         """
         producers: dict[Value, Op] = {}
 
@@ -84,19 +78,12 @@ class _Function:
         return Expression(root, producers, dict(names), own)
 
     def is_cheap(self, root: Value, own: Value | None = None, limit: int = MAX_LOADS) -> bool:
-        """Return whether a kernel can compute an element of `root` with at most `limit` loads.
-
-        own: the kernel's own result, if `root` may depend on it. It needs no load.
-        """
+        """Return whether a kernel can compute an element of `root` with at most `limit` loads."""
         op = self.producer[root]
         return sum(self._terms(op, limit) * self._loads(x, own, limit) for x in op.operands) <= limit
 
     def _loads(self, value: Value, own: Value | None, limit: int) -> int:
-        """Return how many loads from memory a kernel needs to compute one element of `value`.
-
-        own: the kernel's own result, if `value` may depend on it. It needs no load.
-        limit: max number of loads that the caller accepts. A result above it may be inexact.
-        """
+        """Return how many loads from memory a kernel needs to compute one element of `value`."""
         op = self.producer.get(value)
         if value is own:
             return 0
@@ -105,13 +92,7 @@ class _Function:
         return sum(self._terms(op, limit) * self._loads(x, own, limit) for x in op.operands)
 
     def _terms(self, op: Op, limit: int) -> int:
-        """Return how many numbers `op` combines in one element of its result, as a sum does.
-
-        Return 1 if `op` is neither a `reduce` nor a `dot_general`. Return limit + 1 if there are
-        too many numbers to combine them again for each use.
-
-        limit: max number of loads that the caller accepts for an element.
-        """
+        """Return how many numbers `op` combines in one element; limit + 1 if that is too many."""
         dims = {"reduce": op.attrs.get("dims"), "dot_general": op.attrs.get("contract", ((),))[0]}.get(op.kind, ())
         terms = prod(op.operands[0].shape[d] for d in dims)
         return terms if terms <= (MAX_SUM if limit == MAX_LOADS else limit) else limit + 1
@@ -136,10 +117,7 @@ def fuse_kernels(graph: Graph) -> Graph:
 
 
 def _sliced(f: _Function) -> set[Value]:
-    """Return the tensors that are costly to compute and of which several slices are used.
-
-    The caller adds a kernel for each of them, which computes the tensor once.
-    """
+    """Return the costly tensors of which several slices are used; the caller computes each once."""
     slices = {value: [user for user in users if user.kind == "slice"] for value, users in f.users.items()}
     many = [value for value, users in slices.items() if len(users) > 1 and value in f.producer]
     return {value for value in many if is_supported(f.producer[value]) and not f.is_cheap(value)}
@@ -155,11 +133,7 @@ def _live(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
 
 
 def _continued(f: _Function) -> dict[Op, Value]:
-    """Map each kernel call to the value that its kernel can return instead of its result.
-
-    This value is the result of the last operation after the call that can be fused into the kernel.
-    Calls without such an operation are left out.
-    """
+    """Map kernel calls to the last value that the kernel can return instead of its result."""
     found, inside = dict[Op, Value](), set[Value]()
     for op in f.graph.ops:
         kernel = op.attrs.get("kernel")
@@ -174,14 +148,9 @@ def _continued(f: _Function) -> dict[Op, Value]:
 
 
 def _last(f: _Function, result: Value, inside: set[Value]) -> tuple[Value | None, set[Value]]:
-    """Find the last value that a kernel can compute element-wise from its own `result`.
+    """Return the last value computed element-wise from a kernel's `result`, and those before it.
 
-    Return (root, before):
-    root: this value, or None.
-    before: the values from which the kernel computes `root`: `result` and all values between the
-        two.
-
-    inside: values that are computed inside other kernels and are not stored. They are excluded.
+    inside: values that other kernels compute and do not store, which are excluded.
     """
     after, order = {result}, [result]
     for value in order:
@@ -200,13 +169,9 @@ def _last(f: _Function, result: Value, inside: set[Value]) -> tuple[Value | None
 
 
 def _last_of_heads(f: _Function, op: Op) -> Value | None:
-    """Return the result [T, heads * n] of the per-head matmul that follows an attention kernel.
+    """Return the result [T, heads * n] of the per-head matmul after an attention kernel, or None.
 
-    Such a matmul multiplies the attention result of each head by this head's matrix, which has n
-    columns, as the value projection of MLA does. Return None if there is no such matmul, or if it
-    cannot be fused because the function uses the kernel's results in other ways too.
-
-    op: the call of the attention kernel.
+    It multiplies each head by a matrix, as the value projection of MLA does.
     """
     value, heads = op.results[0], op.attrs["kernel"].heads
     for kind in ("reshape", "slice", "dot_general", "transpose", "reshape"):
@@ -226,7 +191,7 @@ def _last_of_heads(f: _Function, op: Op) -> Value | None:
 
 
 def _between(f: _Function, root: Value, candidates: set[Value]) -> set[Value]:
-    """Return `root` and those of the `candidates` from which element-wise operations compute it."""
+    """Return `root` and those of `candidates` from which element-wise operations compute it."""
     found, todo = {root}, [root]
     while todo:
         op = f.producer[todo.pop()]
@@ -238,13 +203,9 @@ def _between(f: _Function, root: Value, candidates: set[Value]) -> set[Value]:
 
 
 def _rewritten(f: _Function, op: Op, root: Value | None) -> list[Op]:
-    """Fuse operations before and after the kernel call `op`; return the calls that replace it.
+    """Fuse operations around the kernel call `op`; return the calls that replace it, its own last.
 
-    The last call is that of the fused kernel. Calls before it compute operands that are too costly
-    to be computed inside the fused kernel.
-
-    root: a value after `op` that the fused kernel computes and returns instead of its first result;
-        None if the results stay the same.
+    root: the value that the fused kernel returns instead of its first result; None for no change.
     """
     kernel: GpuKernel = op.attrs["kernel"]
     given = dict(zip(kernel.tensors, op.operands, strict=True))
@@ -267,13 +228,7 @@ def _rewritten(f: _Function, op: Op, root: Value | None) -> list[Op]:
 
 
 def _is_computed(f: _Function, kernel: GpuKernel, name: str, x: Value) -> bool:
-    """Return whether the operand x of `kernel` is computed by operations that can be fused into it.
-
-    Return False if x is a constant, if x is in memory already (perhaps with another shape), or if
-    the kernel overwrites x.
-
-    name: the name of the operand x in `kernel`.
-    """
+    """Return whether an operand is computed by operations that can be fused into the kernel."""
     while (op := f.producer.get(x)) is not None and x not in f.stored and op.kind == "reshape":
         x = op.operands[0]
     is_known = op is None or x in f.stored or not is_supported(op) or op.kind == "constant"
@@ -281,12 +236,7 @@ def _is_computed(f: _Function, kernel: GpuKernel, name: str, x: Value) -> bool:
 
 
 def _separate(f: _Function, op: Op, values: Sequence[Value]) -> list[Op]:
-    """Return a list with the call of one new kernel, which computes and stores the f32 `values`.
-
-    Values of other types are ignored. The list is empty if no value is f32.
-
-    op: an operation of the same layer, whose module path the call gets.
-    """
+    """Return the call of one new kernel that computes the f32 `values`, if there are any."""
     values = [value for value in dict.fromkeys(values) if value.dtype is F32]
     if not values:
         return []
@@ -300,12 +250,7 @@ def _separate(f: _Function, op: Op, values: Sequence[Value]) -> list[Op]:
 
 
 def _side_by_side(ops: Sequence[Op]) -> list[Op]:
-    """Join independent kernel calls that are near each other; return all operations.
-
-    Two joined calls become one dispatch. Two calls are independent if neither the second call nor
-    an operation between them uses results of the first call, or overwrites an operand of the first
-    call.
-    """
+    """Join independent kernel calls that are near each other; return all operations."""
     found: list[Op] = []
     for op in ops:
         kernels = [o for o in found[-NEAR:] if isinstance(o.attrs.get("kernel"), GpuKernel)]
@@ -324,17 +269,13 @@ def _side_by_side(ops: Sequence[Op]) -> list[Op]:
 
 
 def _overwritten(op: Op) -> list[Value]:
-    """Return the operands that a kernel call overwrites; an empty list for other operations."""
+    """Return the operands that a kernel call overwrites; none for other operations."""
     kernel = op.attrs.get("kernel")
     return [x for name, x in zip(kernel.tensors, op.operands) if name in kernel.in_place.values()] if kernel else []
 
 
 def _beside(first: Op, second: Op) -> Op | None:
-    """Return one kernel call that runs the kernels of both calls side by side.
-
-    Return None if the new kernel would exceed the limits of a kernel, or if the two kernels differ
-    in the number of threads per workgroup.
-    """
+    """Return one call that runs both kernels side by side, or None if it exceeds a limit."""
     a, b = first.attrs["kernel"], second.attrs["kernel"]
     names = dict(zip(first.operands, a.tensors))
     shared = {name: names[x] for name, x in zip(b.tensors, second.operands) if x in names}
@@ -348,14 +289,7 @@ def _beside(first: Op, second: Op) -> Op | None:
 
 
 def _rows_inside(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
-    """Move small kernels, such as norms, into the kernels that use their results.
-
-    Return all operations of the function. A kernel is moved into the first kernel that uses its
-    result. Each workgroup of that kernel then computes all rows of the result itself. The kernel is
-    not moved if this would be costly.
-
-    outputs: the results of the function, which must still be stored.
-    """
+    """Move small kernels, such as norms, into the kernels that use them, if that is cheap."""
     found = list(ops)
     for op in ops:
         kernel = op.attrs.get("kernel")
@@ -375,13 +309,8 @@ def _rows_inside(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
 
 
 def _with_rows(op: Op, user: Op, is_stored: bool) -> Op | None:
-    """Return one kernel call that replaces `op` and `user`, or None if there is no good one.
+    """Return one call in which each workgroup of `user` computes the rows of `op` itself, or None.
 
-    None means that the new kernel would be slow or too large, or that `user` is not a kernel call.
-
-    op: a call that computes a few rows, such as a norm.
-    user: an operation that uses the result of `op`. In the new call, each workgroup of its kernel
-        computes this result itself.
     is_stored: whether the new call also returns the result of `op`.
     """
     rows, kernel = op.attrs["kernel"], user.attrs.get("kernel")

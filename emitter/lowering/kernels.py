@@ -1,8 +1,4 @@
-"""Lowering rules that replace layer operations, such as attention, by CPU kernel calls.
-
-`lowering.fusion` runs first and replaces groups of layer operations by fused operations. There are
-rules here for fused and for other layer operations.
-"""
+"""Lowering rules that replace fused layer operations (`lowering.fusion`) by CPU kernel calls."""
 
 from __future__ import annotations
 
@@ -46,14 +42,9 @@ from castiron.emitter.lowering.rewrite import Rule
 class Context:
     """The options of the lowering rules, and values that one rule passes to the next.
 
-    isa: the CPU's instruction set.
-    threads: number of threads that will run the kernels.
-    project: a function that appends the kernel call of a matmul and returns the result.
-    recurrent: maps each kind of recurrent operation to the function that returns its kernel. None
-        for CPU kernels.
-    counters: maps a tensor type to i32 counters of this type, which count the finished workgroups
-        of an attention kernel. Each attention kernel gets the counters that the previous one
-        returned.
+    recurrent: the kernels of recurrent operations; None for those of CPUs.
+    counters: i32 counters of finished workgroups; an attention kernel returns them for the next
+        one.
     """
 
     isa: Isa
@@ -66,10 +57,7 @@ class Context:
         return self.recurrent[kind] if self.recurrent else partial(RECURRENT[kind], isa=self.isa)
 
     def rules(self) -> dict[str, Rule]:
-        """Return a dictionary from each kind of layer operation to its lowering rule.
-
-        Operations without a CPU kernel are lowered to StableHLO.
-        """
+        """Return the rule of each kind of operation; those without a kernel become StableHLO."""
         return {**portable.RULES, **{kind: partial(rule, self) for kind, rule in RULES.items()}}
 
 
@@ -182,11 +170,9 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
 
 
 def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value:
-    """Divide the query heads into `parts` subsets; return the columns of subset number `part`.
+    """Return the columns of the query heads in subset `part`, which has some of each kv head.
 
-    Each subset has the same number of query heads from every kv head.
-
-    x: [..., heads * n], with n columns for each query head. The result is [..., heads * n / parts].
+    x: [..., heads * n]; the result is [..., heads * n / parts].
     """
     if parts == 1:
         return x
@@ -206,18 +192,9 @@ def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> V
 
 
 def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple[Tokens, dict[str, Value]]:
-    """Return which tokens a recurrent kernel computes, and the operands that describe them.
+    """Return which tokens a recurrent kernel computes, and their operands.
 
-    Return (tokens, operands):
-    tokens: their number, and whether they belong to a batch of sequences.
-    operands: kernel operands by name: `positions` in a batch, `length` (number of tokens that are
-        not padding) in a prefill of several tokens, none otherwise.
-
-    op: the recurrent operation.
-    count: number of tokens.
-    state: the recurrent state before the operation, for all layers.
-    numbers: the last operands of `op`: (positions,) in a batch, (start, length) in a prefill, and
-        (start,) otherwise.
+    numbers: (positions,) in a batch, (start, length) in a prefill, and (start,) otherwise.
     """
     if op.attrs["mode"] == "batch":
         return Tokens(count, state.shape[0], batch=True), {"positions": numbers[0]}
@@ -226,11 +203,7 @@ def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple
 
 
 def _columns(x: Value) -> tuple[Value, Columns]:
-    """Return the tensor [T, width] of which x [T, ...] is a slice of columns, and which columns.
-
-    A kernel can read x in this tensor, such as the result of a fused matmul, without a copy. If x
-    is not a slice, return x itself, as [T, width], and all columns.
-    """
+    """Return the tensor [T, width] of which x [T, ...] is a slice of columns, and which columns."""
     tokens, first, made = x.shape[0], 0, current_function().ops
     rows = x
     while op := next((op for op in reversed(made) if rows in op.results), None):
@@ -249,15 +222,8 @@ def _recurrent(
 ) -> tuple[Value, Value]:
     """Append the kernel call of a recurrent operation; return its result and the new state.
 
-    make(tokens, columns): returns the kernel. columns: for each operand of `rows`, its columns in
-        the tensor that the kernel reads.
-    op: the recurrent operation.
-    state: the state before the operation, for all layers.
-    numbers: the last operands of `op`: (positions,) in a batch, (start, length) in a prefill, and
-        (start,) otherwise.
-    rows: operands [T, ...] by name. If one is a slice of columns of a fused matmul's result, the
-        kernel reads it there, without a copy.
-    given: the other operands of the kernel by name.
+    make(tokens, columns): returns the kernel. rows: operands [T, ...], read where a matmul stored
+        them.
     """
     tokens, own = _tokens(op, op.results[0].shape[0], state, numbers)
     found = {name: _columns(x) for name, x in rows.items()}
@@ -283,7 +249,7 @@ def causal_conv(c: Context, op: Op, x: Value, weight: Stored, *rest: Any) -> tup
 
 
 def _filters(weight: Weight) -> Param:
-    """Return the filters [features, 1, n] of a convolution as a parameter f32 [n, features]."""
+    """Return the filters [features, 1, n] of a convolution as f32 [n, features]."""
     features, _, positions = weight.shape
 
     def pack(raw: np.ndarray) -> np.ndarray:

@@ -1,7 +1,6 @@
 """Lower each layer operation to StableHLO in f32, for arbitrary StableHLO compilers.
 
-Quantised weights stay quantised: their codes, scales and minima are parameters, and the lowered
-function dequantises a weight where it uses it.
+Quantised weights stay quantised; the lowered function dequantises a weight where it uses it.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ class Stored:
         self.codec = codec_of(weight.codec)
 
     def value(self, pick: Callable[[Value], Value] = lambda part: part) -> Value:
-        """Append operations that dequantise the weight, or some rows of it; return the f32 result.
+        """Append operations that dequantise the weight; return f32 [rows, in].
 
-        pick(part): returns the wanted rows of an array [rows, ...]. It is applied to each array of
-        the stored weight: codes, scales and minima. By default, all rows are wanted.
+        pick(part): selects rows of each stored array [rows, ...]; default: all rows.
         """
         weight, codec = self.weight, self.codec
         if not codec.quantised:
@@ -58,15 +56,7 @@ class Stored:
             return ops.convert(pick(parameter(stored)), F32)
 
         def factor(of_block: str, of_group: str) -> Value:
-            """Return the scales or the minima of all groups of elements, f32 [rows, groups].
-
-            A block of elements consists of one or more groups. The scale or minimum of a group is a
-            factor of the block times a factor of the group.
-
-            of_block: the array with the factors of blocks: "d" for scales, "m" for minima.
-            of_group: the array with the factors of groups: "scales" or "minima". If the codec has
-                no such array, these factors are 1.
-            """
+            """Return the scales or the minima of all groups, f32 [rows, groups]."""
             value = part(of_block, blocks)
             shape = (value.shape[0], blocks, groups // blocks)
             wide = ops.broadcast_in_dim(value, shape, (0, 1))
@@ -85,10 +75,7 @@ class Stored:
 
 
 def float_param(weight: Weight, dtype: DType) -> Param:
-    """Return a parameter of type `dtype` with the elements of a float weight.
-
-    The elements come from the checkpoint, or from the function `weight.values` if there is one.
-    """
+    """Return a parameter of type `dtype` with the elements of a float weight."""
     type_ = TensorType(weight.shape, dtype)
     if (values := weight.values) is not None:
         return Param(weight.name, type_, Source((), lambda: np.asarray(values(), np.float32)))
@@ -212,12 +199,7 @@ def _erf(x: Value) -> Value:
 
 
 def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Value, Value]:
-    """Choose experts for each token; return their indices i32 and weights f32, both [T, top_k].
-
-    logits: router logits [T, experts].
-    correction: [experts], a bias that is added to the scores for the choice of experts only. The
-        weights come from the scores without it.
-    """
+    """Choose experts for each token; return their indices i32 and weights f32, both [T, top_k]."""
     tokens, experts = logits.shape
     if op.attrs["scores"] == "sigmoid":
         likely = ops.logistic(logits)
@@ -242,12 +224,7 @@ def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Valu
 
 
 def into_down(projected: Sequence[Value], function: str | ClampedSwiGLU) -> Value:
-    """Apply the activation of an MLP; return the input of its down projection.
-
-    projected: the results of the gate and up projections, or of up only if the MLP has no gate.
-    function: the name of an activation, for function(gate) * up, or function(up) without a gate. A
-        ClampedSwiGLU clamps gate and up, and computes gate * sigmoid(alpha * gate) * (up + 1).
-    """
+    """Apply the activation of an MLP to gate and up, or to up; return the input of `down`."""
     if len(projected) == 1:
         return activated(projected[0], str(function))
     gate, up = projected
@@ -266,12 +243,9 @@ _Stacked = tuple[Stored, int, Stored | None]
 def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -> Value:
     """Return the weighted sum of the results of each token's experts, [T, hidden].
 
-    x: [T, hidden].
-    chosen: the experts of each token, i32 [T, n].
-    weights: the factors of these experts in the sum, f32 [T, n].
-    stacked: the weights of gate (if the experts have one), up and down; then their biases and
-        GPTQ's permutations of their columns, if there are any. Each has the rows of all experts,
-        and only the rows of the chosen experts are read.
+    chosen, weights: the experts of each token, [T, n], and their factors.
+    stacked: gate (if any), up and down, then biases and column orders; each with rows of all
+        experts.
     """
     stacked, orders = split_orders(op, stacked)
     count = 3 if op.attrs["gated"] else 2
@@ -283,27 +257,16 @@ def experts(op: Op, x: Value, chosen: Value, weights: Value, *stacked: Stored) -
 
 
 def split_orders(op: Op, stacked: tuple[Stored, ...]) -> tuple[tuple[Stored, ...], list[Stored | None]]:
-    """Separate the operands `stacked` of an `experts` operation into weights and permutations.
-
-    The columns of some GPTQ weights are permuted (desc_act). Return (parameters, permutations):
-    parameters: the weights and biases.
-    permutations: a list of two, for the columns of gate and up, and for those of down. A
-        permutation is None if the columns are in the usual order.
-    """
+    """Separate `stacked` into weights with biases, and the column orders of (gate and up, down)."""
     count = sum(op.attrs["ordered"])
     orders = iter(stacked[len(stacked) - count :])
     return stacked[: len(stacked) - count], [next(orders) if ordered else None for ordered in op.attrs["ordered"]]
 
 
 def ordered(x: Value, order: Stored | None, expert: Value) -> Value:
-    """Permute the features of each row of x [n, in] to match the columns of an expert's weight.
+    """Permute the features of each row of x [n, in] as the columns of its expert's weight are.
 
-    Each row belongs to a token and one of its experts. The columns of some GPTQ weights are
-    permuted, differently for each expert.
-
-    order: [experts, in]; element [e, c] is the feature of x that column c of expert e's weight
-        multiplies. None for no permutation.
-    expert: the expert of each row, i32 [n].
+    order: [experts, in]; element [e, c] is the feature that column c multiplies. None: no change.
     """
     if order is None:
         return x
@@ -342,18 +305,7 @@ def _experts_of_pairs(
     parts: list[_Stacked],
     orders: Sequence[Stored | None],
 ) -> Value:
-    """Return the weighted sum of the results of each token's experts, [T, hidden].
-
-    All (token, expert) pairs form one batch, so that the number of StableHLO operations does not
-    depend on the number of tokens.
-
-    chosen, weights: [T, n], the experts of each token, and their factors in the sum.
-    function: activation of the experts.
-    parts: for gate (if the experts have one), up and down: the weight of all experts, its number of
-        rows per expert, and the bias or None.
-    orders: permutations of the weights' columns, one for gate and up, one for down; None for no
-        permutation.
-    """
+    """Compute `experts` with one batch of all (token, expert) pairs: few operations."""
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     pairs = tokens * per_token
     expert = ops.reshape(chosen, (pairs,))

@@ -24,13 +24,9 @@ def attention(
 ) -> tuple[Value, ...]:
     """Return the result of attention [T, heads * head_dim] and the updated key and value caches.
 
-    q: [T, heads, head_dim].
-    k, v: the keys and values of the new tokens, [T, kv_heads, head_dim].
-    k_cache, v_cache: [layers, positions, kv_heads, ...].
-    start: i32 position of the first token. In a batch, which has one token of each of T sequences:
-        i32 [T], their positions, negative for an idle sequence.
-    rest: in a prefill, the number of tokens that are not padding. Then the attention sinks, if the
-        model has them: an extra score in the softmax of each head.
+    q: [T, heads, head_dim]. k, v: [T, kv_heads, head_dim].
+    start: i32 position of the first token; in a batch i32 [T], negative for an idle sequence.
+    rest: in a prefill the length; then the attention sinks, if the model has them.
     """
     *given, stored = rest if op.attrs["sinks"] else (*rest, None)
     sinks = stored.value() if stored is not None else None
@@ -66,19 +62,9 @@ def _over_positions(
     op: Op, sinks: Value | None, layer: int, start: Value, length: Value | None,
     q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value,
 ) -> tuple[Value, Value, Value]:  # fmt: skip
-    """Compute attention of one sequence over caches that store all positions.
+    """Compute attention of one sequence over caches that store all positions, as `attention` does.
 
-    Return the result [T, heads * head_dim] and the updated key and value caches.
-
-    op: the attention operation, which has the scale and other options as attributes.
-    sinks: [heads], an extra score in the softmax of each head; None for no sinks.
-    layer: index in dimension 0 of the caches.
-    start: position of the first token.
-    length: number of tokens that are not padding; 0 for an idle sequence of a batch; None if there
-        is no padding.
-    q: [T, heads, head_dim].
-    k, v: the keys and values of the new tokens, [T, kv_heads, head_dim].
-    k_cache, v_cache: [layers, positions, kv_heads, ...].
+    layer: index in dimension 0 of the caches. length: None without padding; 0 if idle in a batch.
     """
     tokens, context, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
     k, v = _rounded(k, stored), _rounded(v, stored)
@@ -95,10 +81,7 @@ def _over_positions(
 
 
 def _rounded(x: Value, stored: Cache) -> Value:
-    """Convert f32 keys or values [n, kv_heads, head_dim] to the format `stored` of a KV cache.
-
-    The result is [n, kv_heads, *row], where `row` is the shape of one head's key in this format.
-    """
+    """Convert f32 [n, kv_heads, head_dim] to the format `stored`, [n, kv_heads, *row]."""
     if not stored.grouped:
         return ops.convert(x, stored.dtype)
     groups, size = stored.row(x.shape[2])
@@ -113,10 +96,7 @@ def _rounded(x: Value, stored: Cache) -> Value:
 
 
 def _widened(rows: Value, stored: Cache) -> Value:
-    """Convert keys or values from the format `stored` of a KV cache to f32 [n, kv_heads, head_dim].
-
-    rows: [n, kv_heads, *row], where `row` is the shape of one head's key in this format.
-    """
+    """Convert [n, kv_heads, *row] of the format `stored` to f32 [n, kv_heads, head_dim]."""
     if not stored.grouped:
         return ops.convert(rows, F32)
     *peak, size = rows.shape
@@ -127,14 +107,7 @@ def _widened(rows: Value, stored: Cache) -> Value:
 
 
 def _stored_or_new(new: Value, cache: Value, layer: int, start: Value, length: Value) -> Value:
-    """Return the cache row to write at position `start`: `new`, or the old row if `length` is 0.
-
-    In a batch, the length is 1 for a sequence with a token. It is 0 for an idle sequence, whose
-    cache must not change.
-
-    new: the key or the value of the token, in the format of the cache.
-    layer: index in dimension 0 of the cache.
-    """
+    """Return the row to write at `start`: `new`, or the cached one if `length` is 0 (idle)."""
     zero = ops.constant(0, I32, ())
     at = (ops.constant(layer, I32, ()), start, *[zero] * (cache.type.rank - 2))
     old = ops.dynamic_slice(cache, at, (1, 1, *cache.shape[2:]))
@@ -146,11 +119,7 @@ def _over_ring(
     op: Op, sinks: Value | None, layer: int, start: Value, length: Value | None,
     q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value,
 ) -> tuple[Value, Value, Value]:  # fmt: skip
-    """Compute attention of one sequence over ring buffers, which store the last positions only.
-
-    Arguments and results are those of `_over_positions`, but k_cache and v_cache are [layers, rows
-    of the ring buffer, kv_heads, ...].
-    """
+    """Compute attention of one sequence over ring buffers, as `_over_positions` does."""
     tokens, rows, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
     every = ops.constant(tokens, I32, ())
     # Each row gets its last real position, if that position is new.
@@ -175,11 +144,7 @@ def _over_ring(
 
 
 def _ring_positions(end: Value, rows: int) -> Value:
-    """Return which position is stored in each row of a ring buffer, i32 [rows].
-
-    Positions 0 to end - 1 have been stored, position p in row p % rows, so a row has the latest of
-    its positions. For an empty row, the number is negative.
-    """
+    """Return the position in each row of a ring that has stored 0 .. end - 1; negative if empty."""
     row = ops.iota((rows,), 0)
     # Add `rows` first, so that the dividend is not negative: division rounds towards zero.
     turn = ops.constant(rows, I32, (rows,))
@@ -192,12 +157,7 @@ def _positions(start: Value, shape: tuple[int, ...]) -> Value:
 
 
 def _seen(position: Value, other: Value, window: int | None) -> Value:
-    """Return the mask of causal attention, i1 [T, n]: whether a token attends to a position.
-
-    position: position of the token, i32 [T, n].
-    other: the other position, i32 [T, n]. The token attends to it if it is not later.
-    window: number of positions that a token attends to, its own included; None for all.
-    """
+    """Return the mask of causal attention, i1 [T, n], of a token's position to other positions."""
     seen = ops.compare("LE", other, position)
     if window is None or window >= other.shape[1]:
         return seen
@@ -206,16 +166,7 @@ def _seen(position: Value, other: Value, window: int | None) -> Value:
 
 
 def _seen_both_ways(start: Value, length: Value, shape: tuple[int, ...], window: int | None) -> Value:
-    """Return the mask of bidirectional attention, i1 [T, n]: whether token t attends to position i.
-
-    Token t is at position start + t. It attends to position i if both conditions are met:
-
-    - i < start + length
-    - |start + t - i| < window (always met if `window` is None)
-
-    length: number of tokens that are not padding.
-    shape: (T, n).
-    """
+    """Return the mask of bidirectional attention, i1 [T, n]: real positions inside the window."""
     last = ops.subtract(ops.add(start, length), ops.constant(1, I32, ()))
     position, other = ops.minimum(_positions(start, shape), ops.broadcast_in_dim(last, shape, ())), ops.iota(shape, 1)
     seen = ops.compare("LE", other, ops.broadcast_in_dim(last, shape, ()))
@@ -228,12 +179,9 @@ def _seen_both_ways(start: Value, length: Value, shape: tuple[int, ...], window:
 
 
 def _attend(op: Op, sinks: Value | None, q: Value, k: Value, v: Value, seen: Value) -> Value:
-    """Return the result of attention [T, heads * head_dim].
+    """Return the result of attention [T, heads * head_dim] over n positions.
 
-    op: the attention operation, which has the scale and the softcap of the scores.
-    sinks: [heads], an extra score in the softmax of each head; None for no sinks.
-    q: [T, heads, head_dim]. k, v: [n, kv_heads, head_dim], for n positions.
-    seen: the mask, i1 [T, n]: whether a token attends to a position.
+    q: [T, heads, head_dim]. k, v: [n, kv_heads, head_dim]. seen: the mask, i1 [T, n].
     """
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]

@@ -1,9 +1,7 @@
 """Lower recurrent layers to StableHLO, for one token of each sequence or several tokens of one.
 
-The gated delta rule and the scan of Mamba 2 compute several tokens in chunks: each chunk by a few
-matmuls, not by a loop over its tokens. The matmuls need the decay of the state between every two
-tokens. It is the product of the decays of single tokens, computed as the exponential of a sum of
-logarithms. Padding does not change the state.
+The gated delta rule and the scan of Mamba 2 compute several tokens in chunks, as in HF: by a few
+matmuls, which need the decay of the state between every two tokens, not by a loop.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ CHUNK = 64
 class _Tokens:
     """The tokens that a recurrent operation computes in one call.
 
-    single: True for one token of each sequence, False for several tokens of one sequence.
+    single: one token of each sequence; otherwise several tokens of one sequence.
     before: the state of the layer before these tokens, [sequences, ...].
     length: number of tokens that are not padding; None if there is no padding.
     """
@@ -44,13 +42,9 @@ class _Tokens:
 
 
 def _recurrence(rule: Callable[..., tuple[Value, Value]]) -> Rule:
-    """Return a lowering rule that computes a recurrent operation of one layer with `rule`.
+    """Return a lowering rule that reads a layer's state, calls `rule`, and writes the state back.
 
-    The returned rule reads the layer's state from the state of all layers, and writes it back.
-
-    rule(tokens, *operands): returns the result, and the layer's state after the tokens. tokens: a
-        `_Tokens`, which has the state before them. operands: those of the operation, without the
-        state, the positions and the length.
+    rule(tokens, *operands): returns the result, and the layer's state after the tokens.
     """
 
     def lowered(op: Op, *operands) -> tuple[Value, Value]:
@@ -76,10 +70,7 @@ def softplus(x: Value) -> Value:
 
 
 def _along(vector: Value, like: Value, *dims: int) -> Value:
-    """Broadcast `vector` to the shape of `like`.
-
-    Dimension i of `vector` becomes dimension `dims[i]` of the result.
-    """
+    """Broadcast `vector` to the shape of `like`; its dimension i becomes dimension `dims[i]`."""
     return ops.broadcast_in_dim(vector, like.shape, dims)
 
 
@@ -118,19 +109,13 @@ def _swapped(x: Value) -> Value:
 
 
 def _dot(a: Value, b: Value, i: int, j: int) -> Value:
-    """Multiply the matrices `a` and `b` of each head, both [heads, ., .]; return [heads, ., .].
-
-    Products are summed over dimension i of `a` and dimension j of `b`, so a @ b has (i, j) = (2,
-    1).
-    """
+    """Multiply matrices [heads, ., .], summed over dimension i of `a` and dimension j of `b`."""
     return ops.dot_general(a, b, ((i,), (j,)), ((0,), (0,)))
 
 
 @dataclass
 class _Decays:
-    """The decays between the C tokens of a chunk, f32 factors in [0, 1].
-
-    The decay from one token to a later one is the factor by which the state shrinks between them.
+    """The factors by which the state shrinks between the C tokens of a chunk.
 
     between: [heads, C, C]; element [h, i, j] is the decay from token j to token i, 0 if j > i.
     since_start: from the state before the chunk to each token, [heads, C, 1].
@@ -145,12 +130,9 @@ class _Decays:
 
 
 def _decays(log: Value) -> _Decays:
-    """Return the decays between the C tokens of a chunk.
+    """Return the decays of a chunk from their logarithms at each token, [heads, C].
 
-    log: [heads, C], the logarithm of the factor by which the state shrinks at each token.
-
-    The logarithms between two tokens are summed directly. HF's delta rule instead subtracts two
-    sums that begin at the chunk's start, which loses precision after strong decay.
+    The logarithms are summed directly, because HF's difference of two sums loses precision.
     """
     heads, count = log.shape
     shape = (heads, count, count + 1)
@@ -181,11 +163,7 @@ def _times(x: Value, y: Value) -> Value:
 def _chunks(tokens: _Tokens, rows: list[Value], chunk: Callable[..., tuple[Value, Value]]) -> tuple[Value, Value]:
     """Compute a recurrence in chunks; return the results [T, heads, ...] and the last state.
 
-    tokens: its field `before` is the state before the first token.
-    rows: the operands for all tokens, each [T, heads, ...].
-    chunk(*operands, state): computes one chunk of C tokens from its operands, each [heads, C, ...],
-        and the state before it. It returns the results [heads, C, ...] and the state after the
-        chunk.
+    chunk(*operands [heads, C, ...], state): returns results [heads, C, ...] and the next state.
     """
     results, count, state = [], rows[0].shape[0], ops.reshape(tokens.before, tokens.before.shape[1:])
     for start in range(0, count, CHUNK):
@@ -197,10 +175,9 @@ def _chunks(tokens: _Tokens, rows: list[Value], chunk: Callable[..., tuple[Value
 
 
 def _inverse(lower: Value) -> Value:
-    """Return the inverse of I + L for each head, where I is the identity matrix.
+    """Return the inverse of I + L, where L is the part of `lower` [heads, C, C] below the diagonal.
 
-    L is the part of `lower` [heads, C, C] below the diagonal. The code inverts the diagonal blocks
-    of sizes 1, 2, 4, ... The inverse of [[A, 0], [B, D]] is [[A^-1, 0], [-D^-1 B A^-1, D^-1]].
+    Diagonal blocks of 1, 2, 4, ...: that of [[A, 0], [B, D]] is [[A^-1, 0], [-D^-1 B A^-1, D^-1]].
     Powers of `lower` would need fewer matmuls, but overflow f32 if keys are similar.
     """
     heads, count, _ = lower.shape
@@ -220,12 +197,8 @@ def _inverse(lower: Value) -> Value:
 def gated_delta(tokens: _Tokens, q: Value, k: Value, v: Value, a: Value, b: Value, rate, bias) -> tuple[Value, Value]:
     """Apply the gated delta rule (arXiv:2412.06464); return [T, heads, v_dim] and the new state.
 
-    tokens: one token of each sequence or several of one, and the state before them.
-    q, k: [T, k_heads, k_dim]. v: [T, heads, v_dim].
+    q, k: [T, k_heads, k_dim]. v: [T, heads, v_dim]. rate, bias: -exp(A_log) and dt_bias, [heads].
     a, b: [T, heads]. The state decays by exp(rate * softplus(a + bias)), and beta is sigmoid(b).
-    rate, bias: -exp(A_log) and dt_bias of the checkpoint, [heads].
-
-    As in HF, several tokens of one sequence are computed in chunks.
     """
     heads = v.shape[1]
     log = ops.multiply(softplus(ops.add(a, _along(bias.value(), a, 1))), _along(rate.value(), a, 1))
@@ -246,10 +219,8 @@ def _unit(x: Value) -> Value:
 def _delta_of_token(q: Value, k: Value, v: Value, decay: Value, beta: Value, state: Value) -> tuple[Value, Value]:
     """Apply the gated delta rule to one token of each sequence; return result and new state.
 
-    q, k: [sequences, heads, k_dim]. v and the result: [sequences, heads, v_dim].
-    decay: [sequences, heads], the factor by which the state shrinks.
-    beta: [sequences, heads, 1], the factor of the state's update.
-    state: [sequences, heads, k_dim, v_dim].
+    q, k: [sequences, heads, k_dim]. v: [sequences, heads, v_dim]. decay: [sequences, heads].
+    beta: [sequences, heads, 1]. state: [sequences, heads, k_dim, v_dim].
     """
     state = ops.multiply(state, _along(decay, state, 0, 1))
     delta = _times(ops.subtract(v, _read(k, state, 2)), beta)
@@ -258,25 +229,16 @@ def _delta_of_token(q: Value, k: Value, v: Value, decay: Value, beta: Value, sta
 
 
 def _read(x: Value, state: Value, dim: int) -> Value:
-    """Multiply the vector x of each head by the head's state matrix; sum over the n elements of x.
-
-    x: [sequences, heads, n].
-    state: [sequences, heads, ., .]; dimension `dim` (2 or 3) has size n.
-    """
+    """Multiply x [sequences, heads, n] by the state over its dimension `dim` (2 or 3)."""
     return ops.dot_general(x, state, ((2,), (dim,)), ((0, 1), (0, 1)))
 
 
 def _delta_of_chunk(q: Value, k: Value, v: Value, log: Value, beta: Value, state: Value) -> tuple[Value, Value]:
     """Apply the gated delta rule to a chunk of C tokens; return the result and the new state.
 
-    q, k: [heads, C, k_dim]. v and the result: [heads, C, v_dim].
-    log: [heads, C], the logarithm of the factor by which the state shrinks at each token.
-    beta: [heads, C, 1], the factor of the state's update by each token.
-    state: [heads, k_dim, v_dim], before the chunk.
-
-    The update by a token depends on the updates by earlier tokens, so all updates are the solution
-    of a triangular system. The system's right side is beta * (v - decay * k @ state), where `decay`
-    is the decay from the start of the chunk to each token.
+    q, k: [heads, C, k_dim]. v: [heads, C, v_dim]. log: [heads, C], the logarithm of the decay.
+    beta: [heads, C, 1]. state: [heads, k_dim, v_dim]. An update depends on earlier ones, so all
+        updates solve a triangular system with the right side beta * (v - decay * k @ state).
     """
     decays, written = _decays(log), _times(k, beta)
     system = ops.multiply(_dot(written, k, 2, 2), decays.between)
@@ -290,13 +252,9 @@ def _delta_of_chunk(q: Value, k: Value, v: Value, log: Value, beta: Value, state
 def selective_scan(tokens: _Tokens, x: Value, dt: Value, b: Value, c: Value, rate, bias, skip) -> tuple[Value, Value]:
     """Apply the scan of Mamba 2 (arXiv:2405.21060); return [T, heads, head_dim] and the new state.
 
-    tokens: one token of each sequence or several of one, and the state before them.
-    x: [T, heads, head_dim].
+    x: [T, heads, head_dim]. b, c: [T, groups, n]. rate, bias, skip: -exp(A_log), dt_bias, D,
+        [heads].
     dt: [T, heads]. The time step is d = softplus(dt + bias), and the state decays by exp(rate * d).
-    b, c: [T, groups, n], the matrices B and C of the paper.
-    rate, bias, skip: -exp(A_log), dt_bias and D of the checkpoint, [heads].
-
-    As in HF, several tokens of one sequence are computed in chunks.
     """
     heads, state = x.shape[1], tokens.before
     step = tokens.real(softplus(ops.add(dt, _along(bias.value(), dt, 1))))
@@ -314,10 +272,8 @@ def selective_scan(tokens: _Tokens, x: Value, dt: Value, b: Value, c: Value, rat
 def _scan_of_chunk(written: Value, b: Value, c: Value, log: Value, state: Value) -> tuple[Value, Value]:
     """Apply the scan of Mamba 2 to a chunk of C tokens; return the result and the new state.
 
-    written: x times the time step of each token. It and the result are [heads, C, head_dim].
-    b, c: [heads, C, n], the matrices B and C of the scan for each token.
-    log: [heads, C], the logarithm of the factor by which the state shrinks at each token.
-    state: [heads, head_dim, n], before the chunk.
+    written: x times the time step of each token, [heads, C, head_dim]. b, c: [heads, C, n].
+    log: [heads, C], the logarithm of the decay. state: [heads, head_dim, n].
     """
     decays = _decays(log)
     inside = _dot(ops.multiply(_dot(c, b, 2, 2), decays.between), written, 2, 1)

@@ -10,11 +10,9 @@ from castiron.emitter.graph.types import F32
 
 
 def ranks(rated: Value) -> Value:
-    """Return the rank of each number in its row, f32 [rows, n]: 0 for the largest number.
+    """Return the rank of each number in its row, f32 [rows, n]: 0 for the largest.
 
-    Of two equal numbers, the one with the lower index has the lower rank.
-
-    rated: f32 [rows, n].
+    Of equal numbers, the one with the lower index has the lower rank.
     """
     rows, n = rated.shape
     pairs = (rows, n, n)
@@ -25,11 +23,8 @@ def ranks(rated: Value) -> Value:
 
 
 def of_best_groups(rated: Value, groups: int, chosen_groups: int, best_of_group: int) -> Value:
-    """Replace the scores of all experts outside the best groups by -inf; return [T, experts].
+    """Replace the scores [T, experts] outside the `chosen_groups` best groups by -inf.
 
-    rated: the score of each expert for each token, f32 [T, experts].
-    groups: number of groups, each of the same number of consecutive experts.
-    chosen_groups: number of best groups for each token.
     best_of_group: the score of a group is the sum of its `best_of_group` largest scores.
     """
     (tokens, experts), each = rated.shape, rated.shape[1] // groups

@@ -24,18 +24,13 @@ NORM_LIMIT = 8192
 
 @dataclass(frozen=True)
 class Projection:
-    """A matmul of x [T, in] with weights [n, in], and the operations that its kernel also computes.
-
-    The result is x times each weight transposed, concatenated: [T, sum of all n]. With a GLU, there
-    are two weights, gate and up, and one result [T, n]. All weights have the same codec.
+    """A matmul of x [T, in] with weights [n, in] of one codec, and what its kernel also computes.
 
     norm: weight [in] and epsilon of an RMS norm of x, on CPUs for T = 1 only.
-    residual: value that is added to the result.
-    glu: name of the activation in act(gate) * up; None for no GLU.
+    glu: the activation in act(gate) * up of two weights, with one result [T, n]; None for no GLU.
     length: number of rows of x that are not padding.
-    experts: number of experts, or 0. With experts, each weight is [experts * n, in].
-    chosen: i32 [T * k], the k experts of each row of x. The result has T * k rows: row i is x[i //
-        k] times the weights of expert chosen[i].
+    experts: 0, or the number of experts, each weight then being [experts * n, in].
+    chosen: i32 [T * k], the k experts of each row of x; row i of the result belongs to chosen[i].
     """
 
     x: Value
@@ -50,10 +45,7 @@ class Projection:
 
     @property
     def matmul(self) -> Matmul:
-        """Return the `Matmul` that selects the kernel: sizes, codec and fused operations.
-
-        Its `numerics` is "f32"; the caller replaces it.
-        """
+        """Return the `Matmul` that selects the kernel; the caller replaces its numerics."""
         rows = [w.shape[0] // (self.experts or 1) for w in self.weights]
         tokens = self.x.shape[0] if self.chosen is None else self.chosen.shape[0]
         return Matmul(
@@ -71,10 +63,7 @@ class Projection:
         )
 
     def operands(self, weight: Param) -> dict[str, Value]:
-        """Return the operands of the matmul kernel by name, except x.
-
-        weight: the parameter with all weights, packed for the kernel.
-        """
+        """Return the operands of the matmul kernel by name, except x."""
         given = {
             "norm": self.norm[0] if self.norm else None,
             "weight": parameter(weight),
@@ -90,12 +79,8 @@ class Projection:
 class Projector:
     """A callable that appends the CPU kernel call of a `Projection` and returns its result.
 
-    kernel_of: returns the kernel of a matmul.
-    isa: the CPU's instruction set.
-    fast: whether x of several tokens may be rounded to int8 or bf16, where a kernel supports that.
-    draft: whether x of one token may be rounded too.
-    rounded: a cache of rounded copies of x, which matmuls with the same x share. Its keys are (x,
-        name of the kernel that rounds x).
+    fast, draft: whether x of several tokens, or of one, may be rounded to int8 or bf16.
+    rounded: from (x, name of the kernel that rounds x) to the rounded copy, which matmuls share.
     """
 
     kernel_of: Callable[[Matmul], Kernel]
@@ -129,11 +114,8 @@ class Projector:
 def packed_param(weights: Sequence[Weight], interleaved: bool = False, experts: int = 1) -> Param:
     """Return one parameter with the rows of all `weights`, packed for CPU kernels.
 
-    interleaved: True for the two weights of a GLU: 16 rows of the first weight are followed by 16
-        rows of the second, and so on. False: all rows of the first weight come first.
-    experts: number of experts, or 1 for weights without experts. Each weight has the rows of expert
-        0, then those of expert 1, and so on. The parameter has the rows of expert 0 from all
-        weights, then those of expert 1 from all weights.
+    interleaved: whether 16 rows of the first weight of a GLU are followed by 16 rows of the second.
+    experts: the parameter has the rows of expert 0 of every weight, then those of expert 1.
     """
     codec, inner = weights[0].codec, weights[0].shape[1]
     own = [w.shape[0] // experts for w in weights]

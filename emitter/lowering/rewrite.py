@@ -12,11 +12,9 @@ Rule = Callable[..., Any]
 
 
 def rewrite(function: Graph, rules: Mapping[str, Rule], into: Module) -> None:
-    """Add a copy of `function` to the module `into`, with some operations replaced.
+    """Add a copy of `function` to `into`, in which `rules` replace operations by kind.
 
-    rules: maps a kind of operation, such as "linear", to a function that appends the replacement.
-        This function gets the operation and the operation's operands in the copy. It returns the
-        values that replace the results. Operations of kinds that `rules` lacks are copied.
+    A rule gets the operation and its operands in the copy, and returns the new results.
     """
     inputs = [Value(v.type, v.name) for v in function.inputs]
     mapped: dict[Value, Any] = dict(zip(function.inputs, inputs))

@@ -1,8 +1,7 @@
 """Give each attention layer a copy of the norms and rotary embeddings of its keys and values.
 
-In Gemma 4, several attention layers can use the same keys and values. An attention kernel can
-include the norms and rotary embeddings of keys and values only if no other operation uses their
-results. With a copy for each layer, every kernel can include them (see `lowering.fusion`).
+In Gemma 4, several layers use the same keys and values. With copies, every attention kernel can
+include their norms and rotary embeddings (`lowering.fusion`).
 """
 
 from __future__ import annotations
@@ -15,11 +14,7 @@ _KINDS = ("rope", "rms_norm", "reshape")
 
 
 def with_own_heads(function: Graph) -> Graph:
-    """Return a copy of a function in which no two attention operations share norms or rotations.
-
-    Each attention operation gets a copy of the RMS norms, rotary embeddings and reshapes that
-    compute its keys and values, if an earlier attention operation uses the same keys and values.
-    """
+    """Return a copy of a function in which no two attention operations share norms or rotations."""
     producer = {value: op for op in function.ops for value in op.results}
     ops, seen = list[Op](), set[Value]()
 

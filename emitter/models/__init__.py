@@ -3,12 +3,10 @@
 A family's module has these members, in which layers and sizes have the names of HF:
 - `Config`: a dataclass with the model's sizes and options.
 - `read(c: ConfigReader) -> Config`: reads config.json.
-- `forward(step, config)`: adds the model's operations to the graph of one function. It returns
-  logits [rows, vocab]: those of the last token in prefill, and those of all tokens in other
-  functions. An encoder's `forward` returns hidden states [T, hidden].
-- `states(config, context)`: returns the KV caches and recurrent states. A family without it gets
-  one KV cache for each layer. With a sliding window, the cache is a ring buffer if the window and
-  the tokens of the widest call need fewer rows than the context has positions.
+- `forward(step, config)`: adds the model's operations to the graph of one function; returns logits
+  [rows, vocab], in prefill those of the last token. An encoder returns hidden states [T, hidden].
+- `states(config, context)`: the KV caches and recurrent states; by default one KV cache per layer,
+  a ring buffer where a sliding window saves memory.
 
 To add a family, add its file, and its name to `FAMILIES` or `ENCODERS`.
 """
@@ -58,18 +56,12 @@ def _read(config: dict) -> tuple[Any, tuple[str, ...]]:
 
 
 def read_config(config: dict) -> Any:
-    """Convert a parsed config.json to the `Config` dataclass of its model family.
-
-    Raise EmitError for unknown keys or values.
-    """
+    """Convert a config.json to its family's `Config`; EmitError for unknown keys or values."""
     return _read(config)[0]
 
 
 def ignored_keys(config: dict) -> tuple[str, ...]:
-    """Return the keys of a config.json that castiron does not use.
-
-    Well-known keys that change no result, such as `torch_dtype`, are not in the list.
-    """
+    """Return the unused keys of a config.json, without well-known ones such as `torch_dtype`."""
     return _read(config)[1]
 
 
@@ -85,21 +77,14 @@ def build(
     pooling: Pooling | None = None,
     orders: Mapping[str, str] = MappingProxyType({}),
 ) -> ModelModule:
-    """Build the graphs of a model's functions, such as decode; return them as one module.
+    """Build the graphs of a model's functions (`emitter.abi`); EmitError for an unsupported config.
 
-    `castiron.emitter.abi` defines the names and signatures of the functions. Raise EmitError for
-    an unsupported config.
-
-    config: the parsed config.json of the model.
     codecs: maps a checkpoint tensor's name to the codec in which the bundle stores it.
     context: the max number of positions.
-    widths: token counts T; the module gets a function prefill_T for each.
-    verify, batches, embeds: the same for functions verify_T, decode_batch_T and embed_T.
-    cache: the format of KV caches, "f32", "f16" or "q8_0".
-    pooling: how to compute an embedding from the hidden states. If given, the module has only
-        functions encode_T, one for each T in `embeds`.
-    orders: maps the name of each weight with reordered columns (GPTQ's desc_act) to the name of a
-        tensor f32 [in]. Its element i is the input feature that column i of the weight multiplies.
+    widths, verify, batches, embeds: token counts T of functions prefill_T, verify_T and so on.
+    pooling: None to generate; else the module has only functions encode_T, for each T in `embeds`.
+    orders: from a weight with permuted columns to the name of a tensor f32 [in], whose element i is
+        the input feature that column i of the weight multiplies.
     """
     model, c = family(config), read_config(config)
     if not 1 <= context <= c.max_positions:
@@ -157,10 +142,7 @@ def _results(step: Step, model: ModuleType, c: Any, pooling: Pooling | None) -> 
 
 
 def _hidden(step: Step, model: ModuleType) -> Value:
-    """Return the hidden states [T, hidden] before the LM head; delete the LM head from the graph.
-
-    Functions that return embeddings do not need logits.
-    """
+    """Return the hidden states [T, hidden] before the LM head, which is deleted from the graph."""
     hidden, made = step.hidden, current_function().ops
     if hidden is None:
         raise EmitError(f"{model.__name__}: `forward` records no hidden states; compute the logits with layers.lm_head")

@@ -72,10 +72,7 @@ def _json_names(kinds: tuple[type, ...]) -> str:
 
 
 class ConfigReader:
-    """A reader of a config.json that records which keys a model family has read.
-
-    `finish` raises EmitError for a key that was not read and may change the results.
-    """
+    """A reader of a config.json that records which keys a model family has read."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = dict(config)
@@ -88,9 +85,7 @@ class ConfigReader:
     def take(self, key: str, default: Any = ..., kinds: type | tuple[type, ...] = (int,), minimum: int = 1) -> Any:
         """Return the value of `key`, or `default` if the key is absent or null.
 
-        kinds: the allowed Python types of the value. minimum: the min value, if `kinds` is int.
-        Raise EmitError for an invalid value, such as a number outside the range of f32. Also raise
-        it if there is no value and `default` is `...`.
+        kinds: the allowed Python types. `...` as default: EmitError if there is no value.
         """
         self._taken.add(key)
         value = self.config.get(key)
@@ -122,10 +117,7 @@ class ConfigReader:
         return None
 
     def nullable(self, key: str, default: Any, kinds: type | tuple[type, ...] = (int,)) -> Any:
-        """Return the value of `key`: None if it is null, and `default` if the key is absent.
-
-        kinds: the allowed Python types of the value. default: the default of HF's model.
-        """
+        """Return the value of `key`: None if it is null, and `default` if the key is absent."""
         self._taken.add(key)
         if key in self.config and self.config[key] is None:
             return None
@@ -153,10 +145,7 @@ class ConfigReader:
             raise self._error(key, value, f"only {allowed} is supported")
 
     def choice(self, key: str, choices: Mapping[str, str], default: Any = ...) -> str:
-        """Return `choices[value]`, where `value` is the config's value of `key`, or else `default`.
-
-        Raise EmitError if `choices` does not have this value.
-        """
+        """Return `choices[value]` for the value of `key`; EmitError if it is not a choice."""
         value = self.take(key, default, str)
         if value not in choices:
             raise self._error(key, value, f"supported are {', '.join(choices)}")
@@ -169,9 +158,7 @@ class ConfigReader:
     def windows(self, layers: int, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:
         """Return `window` for each layer with a sliding window, and None for the other layers.
 
-        layers: the number of layers. window: the size of the window in tokens. The config's
-        `layer_types` determines which layers have the window. Without this key, `slides(layer)`
-        determines it for each layer index.
+        slides(layer): decides if the config has no `layer_types`.
         """
         types = self.layer_types(layers, (FULL, SLIDING), [SLIDING if slides(layer) else FULL for layer in range(layers)])
         if SLIDING in types and window is None:
@@ -179,10 +166,7 @@ class ConfigReader:
         return [window if type_ == SLIDING else None for type_ in types]
 
     def layer_types(self, layers: int, known: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
-        """Return the type of each layer: the config's `layer_types`, or `default` without this key.
-
-        layers: the number of layers. known: the allowed types.
-        """
+        """Return the type of each layer: `layer_types`, or `default` without this key."""
         types = [_OLD_TYPES.get(type_, type_) for type_ in self.take("layer_types", default, (list, tuple))]
         if len(types) != layers or any(type_ not in known for type_ in types):
             wanted = f"{' or '.join(map(repr, known))} for each of {layers} layers"
@@ -190,12 +174,7 @@ class ConfigReader:
         return tuple(types)
 
     def expert_groups(self, experts: int, per_token: int, groups: int = 1, best: int = 1) -> tuple[int, int]:
-        """Return the number of expert groups, and how many groups the router chooses for a token.
-
-        The config has these numbers in `n_group` and `topk_group`. experts: the number of experts.
-        per_token: the number of experts that a token uses. groups, best: HF's defaults of the two
-        results.
-        """
+        """Return `n_group` and `topk_group`: the expert groups, and those that a token may use."""
         groups, best = self.take("n_group", groups), self.take("topk_group", best)
         if groups > 1:
             if experts % groups or experts < 2 * groups:
@@ -208,12 +187,10 @@ class ConfigReader:
         return groups, best
 
     def rotary(self, head_dim: int, max_positions: int, theta: float = 10000.0, partial: float | None = None) -> Rotary:
-        """Return the rotary frequencies that the config defines.
+        """Return the frequencies of `rope_parameters` (since transformers 5) or `rope_scaling`.
 
-        The config has them in `rope_parameters` (since transformers 5), or in `rope_theta` and
-        `rope_scaling` (earlier versions). max_positions: the model's max sequence length. theta:
-        HF's default of `rope_theta`. partial: HF's default of the fraction of a head that is
-        rotated; None if the model family always rotates complete heads.
+        partial: HF's default of the fraction of a head that is rotated; None: always complete
+            heads.
         """
         entry = self.take("rope_scaling", None, dict) or self.take("rope_parameters", None, dict) or {}
         self._taken |= {"rope_parameters", "rope_scaling"}
@@ -226,12 +203,7 @@ class ConfigReader:
     def rotaries(self, head_dims: Sequence[int], max_positions: int, full: Mapping, sliding: Mapping) -> tuple[Rotary, Rotary]:
         """Return the rotary frequencies of full attention, and those of sliding-window attention.
 
-        The config has the rope parameters of both types of layers in `rope_parameters` (since
-        transformers 5), or those of full attention in `rope_scaling`.
-
-        head_dims: the head_dim of full attention, and that of sliding-window attention.
-        max_positions: the model's max sequence length.
-        full, sliding: HF's default rope parameters of each type of attention.
+        head_dims: of both. full, sliding: HF's default rope parameters of each type of attention.
         """
         nested, defaults = self.take("rope_parameters", {}, dict), (full, sliding)
         if nested and set(nested) != {FULL, SLIDING}:
@@ -250,12 +222,9 @@ class ConfigReader:
         return of_full, of_sliding
 
     def frequencies(self, entry: Mapping, rotary_dim: int, max_positions: int, theta: float) -> Rotary:
-        """Return the rotary frequencies that the rope parameters `entry` define.
+        """Return the frequencies of the rope parameters `entry`; `theta` if it has no `rope_theta`.
 
-        entry: a dictionary such as the config's `rope_scaling`. rotary_dim: the number of features
-        of a head that are rotated. max_positions: the model's max sequence length. theta: used if
-        `entry` has no `rope_theta`. As in HF, `original_max_position_embeddings` at the top level
-        of the config overrides the one in `entry`.
+        As in HF, a config's own `original_max_position_embeddings` overrides the one in `entry`.
         """
         original = self.take("original_max_position_embeddings", None)
         kind = entry.get("rope_type") or entry.get("type")
@@ -277,12 +246,9 @@ class ConfigReader:
     ) -> C:
         """Read config.json into a new instance of `config`, the dataclass of a model family.
 
-        own: fields of the dataclass whose values the caller has computed. The other fields are
-            read from config.json. A field with a default in the dataclass is read from the key of
-            the same name, such as `num_experts_per_tok`. A field without a default is read from
-            HF's usual key, such as `vocab` from `vocab_size`.
+        own: fields that the caller has computed. A field with a default is read from the key of the
+            same name, a field without one from HF's usual key, such as `vocab` from `vocab_size`.
         positions: HF's default of `max_position_embeddings`; `...` if the key is required.
-        theta: HF's default of `rope_theta`.
         partial: HF's default of `partial_rotary_factor`; None if complete heads are rotated.
         """
         hidden = own.get("hidden") or self.take("hidden_size")
@@ -319,10 +285,9 @@ class ConfigReader:
         return config(**own)
 
     def finish(self) -> tuple[str, ...]:
-        """Check the keys that were not read; return those that HF's model does not read either.
+        """Return the keys that neither this reader nor HF's model has read, but ignorable ones.
 
         Raise EmitError for a key that HF's model may read, because it could change the logits.
-        Well-known keys that change no result (`IGNORABLE`) are neither errors nor returned.
         """
         rest = sorted(set(self.config) - self._taken - IGNORABLE)
         if unknown := [shorten(key, 60) for key in rest if self._has_effect(key)]:
@@ -339,10 +304,7 @@ class ConfigReader:
         return tuple(rest)
 
     def _has_effect(self, key: str) -> bool:
-        """Return whether HF's model may read `key`; True if its keys are unknown.
-
-        The result is False for keys that training tools add, such as `unsloth_version`.
-        """
+        """Return whether HF's model may read `key`; True if its keys are unknown."""
         if TRAINERS.fullmatch(key):
             return False
         if self.model_type not in HF_KEYS:

@@ -18,15 +18,8 @@ from castiron.emitter.layers.step import Step
 class ModelConfig:
     """The config fields that all models have; `ConfigReader.read` fills them from config.json.
 
-    Subclasses are dataclasses too.
-
-    hidden: the size of a token's hidden state.
-    intermediate: the width of the MLP's hidden layer.
-    eps: epsilon of the norms.
-    hidden_act: the activation, one of `layers.operations.ACTIVATIONS`.
     windows: each layer's sliding window in tokens, None for full attention.
-    bidirectional: whether attention includes later tokens. Such a model encodes complete texts
-        and cannot generate text.
+    bidirectional: attention includes later tokens, so the model encodes texts and generates none.
     """
 
     vocab: int
@@ -48,9 +41,7 @@ class ModelConfig:
 class DecoderConfig(ModelConfig):
     """The config fields that all families of decoders have.
 
-    tied: whether the LM head uses the embedding's weight. attention_bias, mlp_bias: whether the
-    linear layers of attention and of the MLP have biases. `ConfigReader.read` reads these two
-    fields from config.json only if the family's subclass gives them a default; else they are False.
+    attention_bias, mlp_bias: read from config.json if the subclass gives a default; else False.
     """
 
     tied: bool
@@ -64,19 +55,12 @@ class DecoderConfig(ModelConfig):
         return min(value.positions for value in vars(self).values() if isinstance(value, Rotary))
 
     def tables(self, step: Step) -> Sequence[Any]:
-        """Return the rotary tables (cos, sin) of each layer, each f32 [context, rotary_dim / 2].
-
-        A layer's block gets them as its argument `tables`.
-        """
+        """Return the rotary tables (cos, sin) of each layer, each f32 [context, rotary_dim / 2]."""
         return [rotary_tables(step, self.rotary)] * self.layers
 
 
 class SlidingConfig(DecoderConfig):
-    """The config of a decoder with two sets of rotary frequencies.
-
-    rotary (inherited): the frequencies of layers with full attention. sliding_rotary: the
-    frequencies of layers with a sliding window.
-    """
+    """A decoder whose layers with a sliding window have rotary frequencies of their own."""
 
     sliding_rotary: Rotary
 
@@ -87,10 +71,7 @@ class SlidingConfig(DecoderConfig):
 
 
 class HybridConfig(DecoderConfig):
-    """The config of a decoder with layers of several types, such as attention and Mamba 2.
-
-    layer_types: the type of each layer, such as "full_attention".
-    """
+    """A decoder with layers of several types, such as attention and Mamba 2."""
 
     layer_types: tuple[str, ...]
 
@@ -131,14 +112,8 @@ def residual_block(
 ) -> Block[C]:
     """Return a function that computes a transformer block: h = x + attention(x); h + mlp(h).
 
-    mixers: the function that computes attention; its weights are in the module `self_attn`. If the
-        model has layers of several types (`HybridConfig.layer_types`), `mixers` is a dictionary
-        {type: (module name, function)}, whose functions compute attention or a recurrence.
-    mlp: the function that computes the MLP; its weights are in the module `mlp_name`.
-    norms: the names of four norms: before attention, after attention, before the MLP, after the
-        MLP. None means no norm. `PRE_NORM` is as in Llama, `POST_NORM` as in OLMo 2, and
-        `SANDWICH_NORM` as in Gemma 2.
-    norm: the function that computes each norm.
+    mixers: the attention, in the module `self_attn`; or {layer type: (module name, function)}.
+    norms: before attention, after it, before the MLP, after it; None for no norm.
     """
 
     def residual(step: Step, c: C, x: Value, name: str, branch: Callable[[Value], Value], names: Sequence[str | None]) -> Value:
@@ -167,15 +142,10 @@ def decoder(
     embedding_multiplier: float = 1.0,
     last_norm: str = "norm",
 ) -> Value:
-    """Apply the embedding, all blocks, the last norm and the head of a decoder; return the logits.
+    """Apply embedding, blocks, last norm and head; return the logits [rows, vocab].
 
-    The logits are [rows, vocab]: those of the last token in prefill, and those of all tokens in
-    other functions.
-
-    block: the function that maps a layer's input [T, hidden] to its output [T, hidden].
-    norm: the function that computes the last norm, whose weight is in the module `last_norm`.
-    embedding_scale: a factor applied within the module `embed_tokens`, as in Gemma.
-    embedding_multiplier: a factor applied after that module.
+    embedding_scale: applied within the module `embed_tokens`, as in Gemma; embedding_multiplier:
+        after.
     """
     tables = c.tables(step)
     with scope("model"):

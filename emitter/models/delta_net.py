@@ -49,12 +49,7 @@ class DeltaConfig(HybridConfig):
 
 
 def delta_fields(c: ConfigReader) -> dict[str, Any]:
-    """Return arguments that every model with gated delta nets passes to `ConfigReader.read`.
-
-    They are the fields of `DeltaConfig`, such as `key_heads` from the config's
-    `linear_num_key_heads`, and the defaults of `max_position_embeddings` and
-    `partial_rotary_factor`.
-    """
+    """Return the fields of `DeltaConfig` that `ConfigReader.read` does not know."""
     layers, interval = c.take("num_hidden_layers"), c.take("full_attention_interval", 4)
     types = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers)]
     return {
@@ -116,11 +111,7 @@ def delta_net(step: Step, c: DeltaConfig, layer: int, qkv: Value, z: Value, a: V
 
 
 def delta_decoder(step: Step, c: DeltaConfig, linear_attn: Block[Any], mlp: Mlp[Any]) -> Value:
-    """Return the logits of a decoder whose layers have a gated delta net or gated attention.
-
-    `c.layer_types` determines which. linear_attn: the function that computes the gated delta net
-    with its projections. mlp: the function that computes the MLP.
-    """
+    """Return the logits of a decoder whose layers have a gated delta net or gated attention."""
     mixers = {FULL: ("self_attn", self_attention), LINEAR: ("linear_attn", linear_attn)}
     return decoder(step, c, residual_block(mixers, mlp, norm=rms_norm_plus_one), rms_norm_plus_one)
 

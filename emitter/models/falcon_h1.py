@@ -17,9 +17,7 @@ from castiron.emitter.models.mamba2 import Mamba, scan
 class Config(DecoderConfig):
     """The config of Falcon-H1.
 
-    ssm_multipliers: five factors, by which Mamba's gate, x, B, C and dt are multiplied.
-    mlp_multipliers: two factors, of the MLP's gate and of the MLP's output. The other multipliers
-    are factors of the value in their name, such as the keys or the input of attention.
+    ssm_multipliers: of Mamba's gate, x, B, C and dt. mlp_multipliers: of the MLP's gate and output.
     """
 
     attention_bias: bool = False

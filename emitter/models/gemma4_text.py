@@ -49,15 +49,11 @@ class Experts:
 
 
 class Config(SlidingConfig):
-    """The config of Gemma 4.
+    """The config of Gemma 4; rotary, kv_heads and head_dim are those of full attention.
 
-    rotary, kv_heads, head_dim (inherited): for layers with full attention.
-    sliding_...: the same for layers with a sliding window.
-    own: the number of layers that compute keys and values; they are the first layers. Each later
-        layer uses the keys and values of layer `source(layer)`.
+    own: the number of layers that compute keys and values; later ones use those of `source(layer)`.
     keys_are_values: whether layers with full attention use the projected keys as values too.
     per_layer: size of the separate token embedding of each layer; 0 if the model has none.
-    experts: the sizes of the experts; None if the model has none.
     """
 
     sliding_kv_heads: int
@@ -75,11 +71,7 @@ class Config(SlidingConfig):
         return (self.sliding_kv_heads, self.sliding_head_dim) if self.windows[layer] else (self.kv_heads, self.head_dim)
 
     def source(self, layer: int) -> int:
-        """Return the layer whose keys and values `layer` uses.
-
-        It is `layer` itself if this layer computes keys and values. Otherwise it is the last layer
-        that computes them and has the same type of attention.
-        """
+        """Return the layer whose keys and values `layer` uses: itself, or the last of its type."""
         kind = self.windows[layer] is None
         return layer if layer < self.own else max(i for i in range(self.own) if (self.windows[i] is None) == kind)
 
@@ -129,13 +121,7 @@ def read_experts(c: ConfigReader) -> Experts | None:
 
 
 def full_heads(c: ConfigReader, windows: list[int | None], keys_are_values: bool) -> dict[str, int]:
-    """Return a dictionary with `head_dim` and `num_key_value_heads` of layers with full attention.
-
-    A key is missing if the config has no separate value for these layers.
-
-    windows: each layer's sliding window, None for full attention.
-    keys_are_values: whether layers with full attention use their attention keys as values.
-    """
+    """Return the config's `head_dim` and `num_key_value_heads` of full attention, if any."""
     kv_heads, head_dim = c.take("num_global_key_value_heads", None), c.take("global_head_dim", 512)
     if "per_layer_config" not in c.config:
         return {"head_dim": head_dim, **({"num_key_value_heads": kv_heads} if keys_are_values and kv_heads else {})}
@@ -186,12 +172,7 @@ def self_attention(step: Step, c: Config, layer: int, x: Value, tables: tuple[Va
 
 
 def mixed(step: Step, c: Config, e: Experts, x: Value, dense: Value) -> Value:
-    """Apply the experts to x, and return norm(MLP's output) + norm(experts' output), [T, hidden].
-
-    e: the sizes of the experts.
-    x: the layer's hidden states before the norm of the MLP, [T, hidden].
-    dense: the output of the MLP, [T, hidden].
-    """
+    """Return norm(dense, the MLP's output) + norm(experts' output), [T, hidden]."""
     with scope("router"):
         h = multiply(rms_norm(step, x, None, c.eps), broadcast_in_dim(values(step, "scale", (c.hidden,)), x.shape, (1,)))
         chosen, weights = route(linear(step, scaled(h, c.hidden**-0.5), "proj", e.count), e.per_token, normalised=True)
@@ -225,10 +206,9 @@ def block(step: Step, c: Config, layer: int, x: Value, tables: tuple[Value, Valu
 
 
 def layer_embeddings(step: Step, c: Config, x: Value) -> list[Value | None]:
-    """Return a list with each layer's separate embedding of the tokens, [T, per_layer].
+    """Return each layer's separate token embedding [T, per_layer], or None.
 
-    It is (an embedding of the token + a projection of x) / sqrt(2). The elements of the list are
-    None if the model has no such embeddings. x: the input of the first layer, [T, hidden].
+    It is (an embedding of the token + a projection of x) / sqrt(2).
     """
     if not c.per_layer:
         return [None] * c.layers

@@ -23,11 +23,7 @@ _ROPE = {
 
 
 class Config(DecoderConfig):
-    """The config of gpt-oss.
-
-    glu: the constants of the experts' clamped SwiGLU. intermediate (inherited): the width of an
-    expert's hidden layer.
-    """
+    """The config of gpt-oss; `intermediate` is the width of an expert's hidden layer."""
 
     attention_bias: bool = True
     experts: int

@@ -11,10 +11,7 @@ from castiron.emitter.models.granite import GraniteConfig, granite_decoder, self
 
 
 class Config(GraniteConfig):
-    """The config of Granite 3 MoE.
-
-    intermediate (inherited): the width of an expert's hidden layer.
-    """
+    """The config of Granite 3 MoE; `intermediate` is the width of an expert's hidden layer."""
 
     experts: int
     num_experts_per_tok: int = 2

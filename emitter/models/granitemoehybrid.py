@@ -22,11 +22,7 @@ MAMBA, FULL = "linear_attention", "full_attention"
 
 
 class Config(GraniteConfig, HybridConfig):
-    """The config of Granite 4.
-
-    rotates: whether attention uses rope. intermediate (inherited): the width of a routed expert's
-    hidden layer.
-    """
+    """The config of Granite 4; `intermediate` is the width of a routed expert's hidden layer."""
 
     rotates: bool
     experts: int

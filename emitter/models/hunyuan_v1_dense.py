@@ -26,10 +26,9 @@ def read(c: ConfigReader) -> Config:
 
 
 def rotary(c: ConfigReader, head_dim: int, max_positions: int) -> Rotary:
-    """Return the rotary frequencies that the config defines.
+    """Return the config's frequencies; the type "dynamic" with a key `alpha` only increases theta.
 
-    A rope scaling of the type "dynamic" with the key `alpha` only increases theta, by the factor
-    alpha ** (head_dim / (head_dim - 2)). max_positions: the model's max sequence length.
+    The factor is alpha ** (head_dim / (head_dim - 2)).
     """
     entry = c.take("rope_scaling", None, dict) or c.take("rope_parameters", {}, dict)
     if (entry.get("rope_type") or entry.get("type")) == "dynamic" and entry.get("alpha"):

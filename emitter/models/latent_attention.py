@@ -25,13 +25,11 @@ _LATENT_EPS = 1e-6
 class LatentConfig(DecoderConfig):
     """The config of a decoder with latent attention.
 
-    head_dim (inherited): number of features that the KV cache stores for a token: the latent
-        vector (`kv_lora_rank`), then the rotated key (`qk_rope_head_dim`). All heads use both.
-    scale: the factor of attention scores.
+    head_dim: features that the KV cache stores for a token: the latent vector (`kv_lora_rank`),
+        then the rotated key (`qk_rope_head_dim`), both for all heads.
     sparse: for each layer, whether it has experts.
     groups: the number of expert groups, and how many groups the router chooses for a token.
-    scores: the function from router logits to scores: "sigmoid" as in DeepSeek V3, or "softmax"
-        as in DeepSeek V2.
+    scores: "sigmoid" as in DeepSeek V3, or "softmax" as in DeepSeek V2.
     """
 
     attention_bias: bool = False
@@ -54,14 +52,9 @@ class LatentConfig(DecoderConfig):
 
 
 def latent_fields(c: ConfigReader, kv_heads: int | None, positions: int, q_lora_rank: int, nope: int) -> dict[str, Any]:
-    """Return fields of `LatentConfig`, read from config.json, as a dictionary {name: value}.
+    """Return fields of `LatentConfig`, by name; the other parameters are HF's defaults of keys.
 
-    The caller passes them to `ConfigReader.read`. c: the reader of config.json. The other
-    parameters are HF's defaults of keys in config.json:
-    kv_heads: of `num_key_value_heads`; None if it is the value of `num_attention_heads`.
-    positions: of `max_position_embeddings`.
-    q_lora_rank: of the key of this name.
-    nope: of `qk_nope_head_dim`.
+    kv_heads: None if the default is the value of `num_attention_heads`.
     """
     # HF computes `qk_head_dim` from its parts, and never reads `pretraining_tp`.
     c.unused("qk_head_dim", "pretraining_tp")
@@ -82,10 +75,7 @@ def latent_fields(c: ConfigReader, kv_heads: int | None, positions: int, q_lora_
 
 
 def yarn_scale(c: ConfigReader) -> float:
-    """Return the factor by which YaRN multiplies q, and also k; it is 1.0 without YaRN.
-
-    The config's `mscale_all_dim` determines it, as in HF's `yarn_apply_mscale`.
-    """
+    """Return YaRN's factor of q and of k, as in HF's `yarn_apply_mscale`; 1.0 without YaRN."""
     entry = c.take("rope_scaling", None, dict) or c.take("rope_parameters", {}, dict)
     kind, share = entry.get("rope_type") or entry.get("type") or "default", entry.get("mscale_all_dim")
     if kind == "default" or not share or entry.get("factor", 1) <= 1:

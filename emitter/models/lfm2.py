@@ -39,9 +39,8 @@ def read(c: ConfigReader) -> Config:
 def feed_forward_size(c: ConfigReader) -> int:
     """Return the width of the MLP's hidden layer.
 
-    The config has it in `block_ff_dim`, or else in `intermediate_size`. If
-    `block_auto_adjust_ff_dim` is true, the width is 2/3 of this number, multiplied by
-    `block_ffn_dim_multiplier` and then rounded up to a multiple of `block_multiple_of`.
+    It is `block_ff_dim` or `intermediate_size`; with `block_auto_adjust_ff_dim`, 2/3 of it times
+    `block_ffn_dim_multiplier`, rounded up to a multiple of `block_multiple_of`.
     """
     stated = c.take("intermediate_size", None)
     size = c.take("block_ff_dim", stated) or c.take("intermediate_size")

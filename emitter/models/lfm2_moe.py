@@ -15,11 +15,7 @@ _SUM_EPS = 1e-6
 
 
 class Config(lfm2.Config):
-    """The config of LFM2 MoE.
-
-    dense: the number of layers at the start that have an MLP instead of experts. intermediate
-    (inherited): the width of the hidden layer in these MLPs.
-    """
+    """The config of LFM2 MoE; the first `dense` layers have an MLP of width `intermediate`."""
 
     dense: int
     experts: int

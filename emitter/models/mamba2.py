@@ -24,12 +24,8 @@ from castiron.emitter.shorten import shorten
 class Mamba:
     """The sizes and options of Mamba 2.
 
-    heads, head_dim: the number of heads, and the number of features of a head.
-    groups: the number of groups of heads; the heads of a group use the same B and C.
-    state: the number of features of B, and of C, for each group (d_state).
-    positions: the kernel size of the convolution (d_conv).
-    conv_bias, proj_bias: whether the convolution and `in_proj` have a bias.
-    limit: min and max time step.
+    groups: the heads of a group use the same B and C. state: features of B, and of C (d_state).
+    positions: the kernel size of the convolution (d_conv). limit: min and max time step.
     """
 
     heads: int
@@ -48,7 +44,7 @@ class Mamba:
 
     @classmethod
     def read(cls, c: ConfigReader, features: int | None = None) -> Mamba:
-        """Return the sizes and options in the config's keys `mamba_...`.
+        """Return the sizes of the keys `mamba_...`.
 
         features: heads * head_dim; default: `mamba_expand` times the hidden size.
         """
@@ -85,11 +81,7 @@ class Mamba:
         return self.groups * self.state
 
     def states(self, layers: Sequence[int]) -> tuple[State, State]:
-        """Return the descriptions (name, shape) of two state tensors, for all layers with Mamba 2.
-
-        The first, "conv", stores the last inputs of the convolution. The second, "scan", stores the
-        state of the recurrence. layers: the indices of the layers with Mamba 2.
-        """
+        """Return the states of the convolution ("conv") and of the recurrence ("scan")."""
         count, own = len(layers), tuple(layers)
         conv = State("conv", (count, self.positions - 1, self.features + 2 * self.shared), "recurrent", layers=own)
         return conv, State("scan", (count, self.heads, self.head_dim, self.state), "recurrent", layers=own)
@@ -108,11 +100,7 @@ def time_step_limit(c: ConfigReader) -> tuple[float, float]:
 
 
 def limited(step: Step, dt: Value, limit: tuple[float, float]) -> Value:
-    """Return dt [T, heads], clamped so that the time step softplus(dt + dt_bias) is in `limit`.
-
-    limit: the min and max time step. As in HF, only prefill clamps dt; other functions return it
-    unchanged.
-    """
+    """Return dt [T, heads], in prefill clamped so that softplus(dt + dt_bias) is in `limit`."""
     for bound, nearer, free in ((limit[0], maximum, 0.0), (limit[1], minimum, inf)):
         if bound != free and step.mode == "prefill":
             at = bound + float(np.log(-np.expm1(-bound))) if bound else -inf
@@ -128,7 +116,6 @@ def scan(step: Step, m: Mamba, layer: int, rows: Value, dt: Value, function: str
 
     rows: x, B and C, concatenated, before the convolution, [T, m.features + 2 * m.shared].
     dt: the time steps before bias and softplus, [T, heads].
-    function: the name of the activation.
     """
     rows, tokens = activation(causal_conv(step, layer, rows, "conv1d", m.conv_bias), function), rows.shape[0]
     x = split_heads(slice_(rows, (0, 0), (tokens, m.features)), m.heads)
@@ -139,11 +126,7 @@ def scan(step: Step, m: Mamba, layer: int, rows: Value, dt: Value, function: str
 
 
 def gated_scan(step: Step, m: Mamba, layer: int, x: Value, function: str, eps: float) -> Value:
-    """Apply a Mamba 2 layer without `out_proj` to x [T, hidden]; return [T, m.features].
-
-    The steps are `in_proj`, the convolution, the scan, the gate, and a norm of each group of
-    features. function: the activation after the convolution. eps: the norm's epsilon.
-    """
+    """Apply a Mamba 2 layer without `out_proj` to x [T, hidden]; return [T, m.features]."""
     sizes = {"gate": m.features, "conv_in": m.features + 2 * m.shared, "dt": m.heads}
     gate, rows, dt = linear_parts(step, x, "in_proj", sizes, m.proj_bias)
     out = multiply(scan(step, m, layer, rows, dt, function), activation(gate, "silu"))

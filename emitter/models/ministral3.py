@@ -25,11 +25,7 @@ _ROPE = {
 
 
 class Config(DecoderConfig):
-    """The config of Ministral 3.
-
-    A query at position p is multiplied by 1 + beta * log(1 + p // original). original: the number
-    of positions before rope scaling.
-    """
+    """A query at position p is multiplied by 1 + beta * log(1 + p // original)."""
 
     beta: float
     original: int

@@ -39,10 +39,7 @@ _LETTERS = {"M": MAMBA, "*": FULL, "-": MLP, "E": MOE}
 class Config(HybridConfig):
     """The config of Nemotron-H.
 
-    mamba: sizes of the Mamba 2 layers.
-    mamba_act: the activation after Mamba's convolution.
-    latent: the number of features to which the routed experts' input is projected, or None for no
-        projection.
+    latent: features to which the routed experts' input is projected; None for no projection.
     groups: the number of expert groups, and how many groups the router chooses for a token.
     """
 
@@ -106,10 +103,7 @@ def read(c: ConfigReader) -> Config:
 
 
 def layer_kinds(c: ConfigReader) -> tuple[str, ...]:
-    """Return the type of each layer, from the config's list of types or its string of letters.
-
-    The letters are M for Mamba 2, * for attention, - for an MLP and E for experts.
-    """
+    """Return the types of layers: a list, or M Mamba 2, * attention, - MLP, E experts."""
     pattern = c.take("hybrid_override_pattern", "", str)
     if unknown := ", ".join(sorted(set(pattern) - set(_LETTERS))):
         raise EmitError(f"'hybrid_override_pattern' in the nemotron_h config has unknown letters: {unknown}; use M, *, - or E")

@@ -26,12 +26,7 @@ def read(c: ConfigReader) -> Config:
 
 
 def linear_attn(step: Step, c: Config, layer: int, x: Value, tables: object) -> Value:
-    """Apply a gated delta net; return [T, hidden].
-
-    Two fused projections compute its inputs from x [T, hidden]: one computes q, k, v and z, and
-    the other b and a (see `delta_net`). The rows of both weights are grouped by key head. tables:
-    unused.
-    """
+    """Apply a gated delta net to two fused projections of x, whose rows are grouped by key head."""
     parts = {"q": c.keys, "k": c.keys, "v": c.values, "z": c.values}
     q, k, v, z = linear_parts(step, x, "in_proj_qkvz", parts, groups=c.key_heads)
     b, a = linear_parts(step, x, "in_proj_ba", {"b": c.value_heads, "a": c.value_heads}, groups=c.key_heads)

@@ -31,10 +31,7 @@ def read(c: ConfigReader) -> Config:
 
 
 def rotary_layers(c: ConfigReader, layers: int) -> list[bool]:
-    """Return for each layer whether it has a rotary embedding.
-
-    In spite of the key's name, `no_rope_layers` has a 1 for a layer with a rotary embedding.
-    """
+    """Return for each layer whether it has a rotary embedding: 1 in `no_rope_layers`."""
     interval = c.take("no_rope_layer_interval", 4)
     flags = c.take("no_rope_layers", [int((layer + 1) % interval != 0) for layer in range(layers)], list)
     if len(flags) < layers or any(flag not in (0, 1) for flag in flags):

@@ -29,16 +29,10 @@ def parts_of(vocab: int) -> int:
 
 @cache
 def best_of_parts(rows: int, vocab: int) -> Kernel:
-    """Return the kernel that finds the largest logit in each part of a row.
+    """Return the kernel that finds the largest of each `PART` logits of a row.
 
-    A part is `PART` consecutive logits; the last part of a row may be shorter.
-
-    Operand:
-        logits: f32 [rows, vocab].
-    Results:
-        best: f32 [rows, parts], the largest logit of each part.
-        index: i32 [rows, parts], its index in the row: the lowest one among equal logits, or 0 if
-            no logit is above -inf.
+    Operand: logits f32 [rows, vocab]. Results: best f32 and index i32, both [rows, parts]; index is
+        the lowest one in the row among equal logits.
     """
     parts = parts_of(vocab)
 
@@ -65,13 +59,9 @@ def best_of_parts(rows: int, vocab: int) -> Kernel:
 
 @cache
 def best_of_rows(rows: int, parts: int) -> Kernel:
-    """Return the kernel that finds the index of each row's largest logit after `best_of_parts`.
+    """Return the kernel that finds the largest logit of each row after `best_of_parts`.
 
-    Operands:
-        best: f32 [rows, parts], the largest logit of each part of a row.
-        index: i32 [rows, parts], its index in the row of logits.
-    Result:
-        argmax: i32 [rows], the index of the row's largest logit.
+    Operands: best f32 and index i32, both [rows, parts]. Result: argmax i32 [rows].
     """
 
     def write(b: GpuBody, best: Ssa, index: Ssa, argmax: Ssa) -> None:
@@ -89,9 +79,7 @@ def best_of_rows(rows: int, parts: int) -> Kernel:
 
 
 def _search(b: GpuBody, read, count: Index) -> tuple[Ssa, Ssa]:
-    """Emit code that finds the largest of `count` numbers; return (number, its index as an i32).
-
-    All threads of the workgroup get the result. The index is 0 if no number is above -inf.
+    """Emit code that finds the largest of `count` numbers: (number, index), known to all threads.
 
     read(i): emits code that reads number i, and returns (number, index to report for it).
     """

@@ -64,21 +64,13 @@ def _reference(
 def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: DecodeTokens, rows: Rows) -> Kernel:
     """Return the attention kernel for one token of each sequence, or for a chunk of one sequence.
 
-    For one token of each sequence, the kernel normalises q, k and v as `layout` says, rotates q and
-    k, and appends k and v to the caches. For a chunk, it normalises and rotates q; the caches must
-    already have its k and v.
+    For a chunk the caches already have its k and v; otherwise the kernel appends them.
 
-    Operands:
-        rows0, rows1, ...: the fused q, k and v of the tokens, whose columns may be split into
-            several operands, f32 [tokens, columns].
-        cos, sin, q_norm, k_norm, v_norm: see `HeadLayout.operands`.
-        sinks: f32 [heads], if `scores.sinks`.
-        position, or start and length: which tokens these are, see `DecodeTokens`.
-        k_cache, v_cache: the KV caches.
-        layer: index of the layer.
-    Results:
-        out: f32 [tokens, heads * head_dim]; zero for padding and for sequences without a token.
-        k_cache, v_cache: updated in place; not for a chunk.
+    Operands: rows0, rows1, ...: see `Rows`. cos, sin, q_norm, k_norm, v_norm: see
+        `HeadLayout.operands`. sinks: f32 [heads], if `scores.sinks`. position, or start and length:
+        see `DecodeTokens`. k_cache, v_cache, layer. Results: out: f32 [tokens, heads * head_dim];
+        zero for padding and for sequences without a token. k_cache, v_cache: updated in place; not
+        for a chunk.
     """
     cached = caches.types(layout.kv_heads, layout.head_dim)
     updated = {} if tokens.in_cache else cached
@@ -113,12 +105,10 @@ def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: Decode
 
 @cache
 def append(caches: Caches, layout: HeadLayout, T: int, rows: Rows) -> Kernel:
-    """Return the kernel that appends the keys and values of a chunk of T tokens to the KV caches.
+    """Return the kernel that appends k and v of a chunk, without padding, to the caches.
 
-    Before, the kernel normalises k and v as `layout` says, and rotates k. It does not append padding.
-
-    Operands: those of `attention` for a chunk, but no sinks.
-    Results: k_cache and v_cache, updated in place.
+    Operands: those of `attention` for a chunk, but no sinks. Results: k_cache and v_cache, in
+        place.
     """
     hd, tokens, cached = layout.head_dim, DecodeTokens("chunk", T), caches.types(layout.kv_heads, layout.head_dim)
     operands: dict[str, TensorType | str] = {
@@ -162,17 +152,9 @@ def _append(
     b: GpuBody, thread: Ssa, caches: Caches, layout: HeadLayout, rows: Rows, at: Sequence[Index], token: Index,
     given: Mapping[str, Ssa], only: Ssa | None = None,
 ) -> tuple[Ssa, Ssa]:  # fmt: skip
-    """Emit code that appends the key and value of one token and one kv head to the KV caches.
+    """Emit code that prepares and appends k and v of one token; return them, shared f32 [head_dim].
 
-    Before, the code applies the norms and the rotary embedding of `layout`. Return (key, value),
-    rounded to the format of the caches, as shared memrefs f32 [head_dim].
-
-    thread: index of the thread in the workgroup.
-    rows: the operands that have k and v.
-    at: (layer, position, kv head) of the key and value.
-    token: the token's row in the operands with k and v.
-    given: memrefs of the kernel's operands, by name.
-    only: an i1; if it is false, the code leaves the caches unchanged.
+    at: (layer, position, kv head). only: an i1; if it is false, the caches stay unchanged.
     """
     _, position, head = at
     new = b.shared(layout.head_dim), b.shared(layout.head_dim)
@@ -188,16 +170,8 @@ def _append(
 class _Writer:
     """Emits code of a workgroup: attention of one query head for `queries` consecutive tokens.
 
-    The workgroup reads each key and value once for all of these tokens.
-
-    thread: index of the thread in the workgroup.
-    given: memrefs of the kernel's operands and results, by name.
-
-    Common arguments of the methods:
-    own_d: indices of the elements of head_dim that this thread computes.
-    subset: if head_dim is at most half of the number of threads, several threads compute the same
-        element, each from a different subset of the keys. `subset` is the index of this thread's
-        subset; otherwise it is 0.
+    own_d: the elements of head_dim that this thread computes.
+    subset: the index of this thread's subset of keys, if several threads compute the same element.
     """
 
     b: GpuBody
@@ -262,13 +236,7 @@ class _Writer:
         self._store(head, first, block.results[:n], block.results[n : 2 * n], block.results[2 * n :], own_d, subset)
 
     def _range(self, position: Index, row: Index) -> tuple[Index, Index]:
-        """Emit code that finds which cached positions a token attends to; return (first, end).
-
-        The range has positions first .. end - 1. For a padding token of a chunk, it is empty.
-
-        position: position of the token in its sequence.
-        row: index of the token in the chunk.
-        """
+        """Emit code that finds the cached positions first .. end - 1 that a token attends to."""
         b, window = self.b, self.scores.window
         low = 0 if window is None else b.max(b.sub(b.add(position, 1), window), 0)
         if not self.tokens.in_cache:
@@ -298,18 +266,12 @@ class _Writer:
         return b.load(found, at)
 
     def _block(self, base, high, at, q, ranges, own_d, subset, state: Sequence[Ssa]) -> list[Ssa]:
-        """Emit code that adds `KEYS` cached positions to the online softmax; return its new state.
+        """Emit code that adds `KEYS` cached positions from `base` on to the online softmax.
 
-        base: the first of these positions.
-        high: positions from here on are ignored.
-        at: (layer, kv head).
-        q: the query of each token, as shared memrefs f32 [head_dim].
-        ranges: (firsts, ends); query i attends to positions firsts[i] .. ends[i] - 1.
-        own_d: indices of the elements of head_dim that this thread computes.
-        subset: several threads may compute the same element, each from a subset of the positions.
-            This is the index of this thread's subset.
-        state: the max score of each query, then the sum of weights of each query, then for each
-            query the weighted sums of values, one for each element of `own_d`.
+        at: (layer, kv head). q: the query of each token, shared f32 [head_dim].
+        ranges: (firsts, ends) of the positions of each query. high: positions from here on are
+            ignored.
+        state: max score and sum of weights of each query, then the weighted values of `own_d`.
         """
         b, thread, n = self.b, self.thread, self.queries
         layer, kv_head = at
@@ -368,18 +330,7 @@ class _Writer:
         return b.at(found) if isinstance(found, int) else found
 
     def _store(self, head, first, maxima, sums, values, own_d, subset) -> None:
-        """Emit code that stores the results: weighted sums of values divided by sums of weights.
-
-        If there are attention sinks, the code first adds them to the sums of weights. If several
-        threads have computed the same element from different keys, the code adds their sums.
-
-        head: index of the query head.
-        first: row of the first token in the result.
-        maxima, sums, values: for each query, the max score, the sum of weights and the weighted
-            sums of values (one for each element of `own_d`).
-        own_d: indices of the elements of head_dim that this thread computes.
-        subset: index of the subset of keys that this thread has added up.
-        """
+        """Emit code that adds the sinks and the subsets, and stores values / sums of weights."""
         b, thread, n, hd = self.b, self.thread, self.queries, self.layout.head_dim
         subsets = max(1, THREADS // hd)
         sums, values = list(sums), list(values)

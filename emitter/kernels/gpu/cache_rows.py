@@ -21,13 +21,7 @@ from castiron.emitter.layers.kv_cache import SCALE_BYTES
 class CacheRows:
     """Emits code that reads and writes rows of one KV cache.
 
-    A row is the key or the value of one layer, position and kv head.
-
-    words: memref of the cache as 32-bit words.
-
-    Common arguments of the methods:
-    row: index of the first word of a row.
-    only: an i1, or None. If the i1 is false, the emitted code does not change the cache.
+    words: memref of the cache as 32-bit words. row: index of the first word of a row.
     """
 
     b: GpuBody
@@ -62,11 +56,7 @@ class CacheRows:
         return b.mul(at, self.row_words)
 
     def load(self, row: Index, part: Index) -> list[Ssa]:
-        """Emit code that loads `step` consecutive elements of a row; return them as f32 scalars.
-
-        row: index of the first word of the row.
-        part: selects elements part * step .. (part + 1) * step - 1.
-        """
+        """Emit code that loads elements part * step .. (part + 1) * step - 1 of a row as f32."""
         b, step, format = self.b, self.step, self.caches.format
         if format.grouped:
             word, group = self._code_word(b.mul(part, 4))
@@ -91,14 +81,9 @@ class CacheRows:
         return b.as_type(self._load(row, d), F32)
 
     def append(self, thread: Ssa, row: Index, new: Ssa, only: Ssa | None = None) -> None:
-        """Emit code that converts a key or value to the cache's format and stores it in a row.
+        """Emit code with which all threads of a workgroup store a key or value in a row.
 
-        All threads of the workgroup must execute this code.
-
-        thread: index of the thread in the workgroup.
-        row: index of the first word of the row.
-        new: the key or value, a shared memref f32 [head_dim]. The code rounds its elements to the
-            values that a later load from the cache gives.
+        new: shared memref f32 [head_dim], which is rounded to the values that a load would give.
         only: an i1, or None. If the i1 is false, the cache is not changed.
         """
         b, format = self.b, self.caches.format

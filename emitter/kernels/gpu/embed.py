@@ -18,13 +18,8 @@ THREADS = 64
 def embed(codec: str, vocab: int, hidden: int, T: int) -> Kernel:
     """Return the kernel that looks up T rows of an embedding table, dequantised to f32.
 
-    codec: format of the table, such as "q4_k".
-
-    Operands:
-        ids: i32 [T]; ids outside the vocabulary are clamped to it.
-        weight: i32 [vocab, words of a row], the table in the layout of `gpu.words`.
-    Result:
-        y: f32 [T, hidden].
+    Operands: ids i32 [T], clamped to the vocabulary; weight i32 [vocab, words of a row], see
+        `gpu.words`. Result: y f32 [T, hidden].
     """
     layout, units = layout_of(codec), -(-hidden // UNIT)
     blocks = -(-units // THREADS)

@@ -1,13 +1,8 @@
 """Fuse StableHLO operations into a GPU kernel, which computes them where it loads or stores.
 
-An expression is a graph of operations. To fuse it, an object replaces a memref of the kernel:
-
-- A `Computed` replaces an operand. Where the kernel loads an element, it computes the element of
-  the expression instead.
-- A `Finished` replaces a result. Where the kernel stores an element, it first applies the
-  expression to it.
-
-So activations, gates, multipliers and slices need no dispatch and no memory of their own.
+An object replaces a memref of the kernel: a `Computed` an operand, whose elements are computed
+instead of loaded, a `Finished` a result, to whose elements the expression is applied first. So
+activations, gates, multipliers and slices need no dispatch and no memory of their own.
 """
 
 from __future__ import annotations
@@ -68,11 +63,9 @@ def is_supported(op: Op) -> bool:
 class Expression:
     """A graph of operations that a kernel computes where it loads or stores an element.
 
-    root: the result of the graph.
-    producers: maps each computed value of the graph to the operation that computes it.
-    names: maps each input of the graph to the name of the kernel's operand that has it.
-    hole: if the graph is applied to a kernel's result, the value that stands for this result, such
-        as y in gate * y; otherwise None.
+    producers: from each computed value to its operation. names: from each input to a kernel
+        operand.
+    hole: the value that stands for the kernel's result, such as y in gate * y, or None.
     """
 
     root: Value
@@ -97,32 +90,21 @@ class Expression:
     def element(
         self, b: GpuBody, given: Mapping[str, Any], index: Sequence[Index], hole: Ssa | FinishedHead | None = None
     ) -> Ssa:
-        """Emit code that computes one element of the expression's result.
+        """Emit code that computes the element at `index` of the expression's result.
 
-        given: memrefs of the kernel's operands, by name.
-        index: index of the element.
-        hole: None, unless the expression is applied to a kernel's result. Then it is the element of
-            this result at `index`, or a `FinishedHead` if the expression needs all elements of a
-            head.
+        hole: the kernel's result at `index`, or a `FinishedHead` if all elements of a head are
+            needed.
         """
         return _Elements(b, self, given, hole).at(self.root, index)
 
     def array(self, given: Mapping[str, np.ndarray], hole: np.ndarray | None = None) -> np.ndarray:
-        """Compute the expression in NumPy, in f64.
-
-        given: the kernel's operands, by name.
-        hole: None, unless the expression is applied to a kernel's result. Then it is this result.
-        """
+        """Compute the expression in NumPy, in f64."""
         return _array(self, self.root, given, hole)
 
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """An operand of a kernel that is not in memory: the kernel computes each element that it loads.
-
-    expression: a graph of operations whose result is the operand.
-    given: memrefs of the operands that the expression reads, by name.
-    """
+    """An operand that is not in memory: the kernel computes each element that it loads."""
 
     expression: Expression
     given: Mapping[str, Any]
@@ -138,12 +120,7 @@ class Computed:
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """A result of a kernel that applies an expression to each element before it stores the element.
-
-    expression: what is applied, such as gate * y.
-    given: memrefs of the operands that the expression reads, by name.
-    target: memref in which the elements are stored.
-    """
+    """A result of a kernel that applies an expression to each element before it stores it."""
 
     expression: Expression
     given: Mapping[str, Any]
@@ -161,14 +138,9 @@ class Finished:
 class FinishedHead:
     """One head of an attention result, to which the kernel applies an expression before storing it.
 
-    An element of the expression may depend on all elements of the head, as in an RMS norm. So the
-    kernel stores the head in shared memory first. `finish` then applies the expression.
-
-    given: memrefs of the operands that the expression reads, by name.
-    target: memref of the final result, [tokens, heads * n]; n may differ from head_dim.
-    row: memref f32 [head_dim] in shared memory, for the head before the expression is applied.
-    token: index of the token, which is the row of `target`.
-    head: index of the head.
+    An element may depend on all elements of the head, so `row`, shared f32 [head_dim], has it
+    first.
+    target: [tokens, heads * n]; n may differ from head_dim.
     """
 
     expression: Expression
@@ -188,10 +160,7 @@ class FinishedHead:
         return b.sub(column, b.mul(self.head, self.row.type.shape[0]))
 
     def finish(self, b: GpuBody, heads: int) -> None:
-        """Emit code that applies the expression to the head and stores the final result.
-
-        heads: number of heads of a token.
-        """
+        """Emit code that applies the expression to the head and stores the final result."""
         b.barrier()
         root = self.expression.root
         with b.strided(b.thread(), root.shape[1] // heads) as item:
@@ -201,10 +170,7 @@ class FinishedHead:
 
 @dataclass(frozen=True)
 class ComputedRows:
-    """An operand [rows, n] that is not in memory: the kernel computes each element that it loads.
-
-    rows: a function for each row; rows[i](j) emits code that computes element (i, j).
-    """
+    """An operand [rows, n] that is not in memory; rows[i](j) emits code for element (i, j)."""
 
     type: Type
     rows: Sequence[Callable[[Index], Ssa]]
@@ -217,12 +183,7 @@ class ComputedRows:
 
 @dataclass(frozen=True, eq=False)
 class _Elements:
-    """Emits code that computes elements of an expression and of its intermediate values.
-
-    given: memrefs of the operands that the expression reads, by name.
-    hole: None, unless the expression is applied to a kernel's result. Then it is one element of
-        this result, or a `FinishedHead` if the expression needs all elements of a head.
-    """
+    """Emits code that computes elements of an expression and of its intermediate values."""
 
     b: GpuBody
     expression: Expression
@@ -230,10 +191,7 @@ class _Elements:
     hole: Ssa | FinishedHead | None = None
 
     def at(self, value: Value, index: Sequence[Index]) -> Ssa:
-        """Emit code that computes an element of a value in the expression.
-
-        The result is an i32 if the elements of `value` are i32, otherwise an f32.
-        """
+        """Emit code that computes an element of a value in the expression: an i32 or an f32."""
         if value is self.expression.hole:
             assert self.hole is not None, "only a result of a kernel is continued"
             return self.hole if isinstance(self.hole, Ssa) else self.b.load(self.hole, *index)
@@ -326,11 +284,7 @@ class _Elements:
         return loop.results[0]
 
     def _split(self, linear: Index, dims: Sequence[int], extents: Sequence[int]) -> dict[int, Index]:
-        """Emit code that splits a row-major linear index; return {dimension: index in it}.
-
-        dims: the dimensions, from the outermost to the innermost.
-        extents: the sizes of these dimensions.
-        """
+        """Emit code that splits a row-major linear index; return {dimension: index in it}."""
         found: dict[int, Index] = {}
         for i in reversed(range(len(dims))):
             found[dims[i]] = self.b.rem(linear, extents[i]) if i else linear

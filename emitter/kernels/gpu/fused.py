@@ -25,10 +25,7 @@ def fused(
 ) -> GpuKernel:
     """Return a copy of `kernel` with expressions fused into its loads and its stores.
 
-    inputs: operands to replace by expressions, by name. Where `kernel` loads an element of such an
-        operand, the copy computes the element of the expression.
-    output: an expression that the copy applies to the first result of `kernel` before storing it,
-        or None.
+    inputs: expressions of operands, by name. output: applied to the first result, or None.
     more: operands that the expressions read and that `kernel` does not have, by name.
     """
     stored = {name: t for name, t in kernel.operands.items() if name not in inputs}
@@ -78,15 +75,10 @@ def fused(
 
 
 def with_rows(kernel: GpuKernel, names: Sequence[str], rows: GpuKernel, is_stored: bool) -> GpuKernel:
-    """Fuse the kernel `rows` into `kernel`, which reads its result; return the fused kernel.
+    """Fuse the kernel `rows`, such as a norm, into `kernel`; each workgroup computes its result.
 
-    For example, `rows` is a norm, and `kernel` a matmul of its result. In the fused kernel, each
-    workgroup computes the complete result of `rows` for itself, which saves a dispatch.
-
-    names: the operands of `kernel` that are the result of `rows`. The fused kernel has the operands
-        of `rows` instead, with the prefix rows_.
-    is_stored: whether the fused kernel also stores the result of `rows`, as a result named "rows",
-        because other kernels need it.
+    names: the operands of `kernel` that are the result of `rows`; those of `rows` replace them.
+    is_stored: whether the result of `rows` also becomes a result named "rows".
     """
     ((result, type_),) = rows.results.items()
     outer = {name: t for name, t in kernel.operands.items() if name not in names}
@@ -124,11 +116,8 @@ def with_rows(kernel: GpuKernel, names: Sequence[str], rows: GpuKernel, is_store
 
 
 def pointwise(roots: Sequence[Expression], leaves: Mapping[str, Value]) -> GpuKernel:
-    """Return a kernel that computes several expressions; its results are y0, y1, and so on.
+    """Return a kernel that computes expressions; its results are y0, y1, and so on.
 
-    Each thread computes one element of each result.
-
-    roots: the expressions.
     leaves: the inputs of the expressions, by the name of the new kernel's operand.
     """
     results = {f"y{i}": e.root.type for i, e in enumerate(roots)}
@@ -150,13 +139,10 @@ def pointwise(roots: Sequence[Expression], leaves: Mapping[str, Value]) -> GpuKe
 
 
 def beside(first: GpuKernel, second: GpuKernel, shared: Mapping[str, str]) -> GpuKernel:
-    """Return a kernel that runs two independent kernels in one dispatch.
+    """Return a kernel whose first workgroups run `first`, and whose others run `second`.
 
-    Its first workgroups run `first`, the others run `second`. The names of operands and results get
-    the prefix a_ (`first`) or b_ (`second`).
-
-    shared: operands that both kernels read. It maps the name in `second` to the name in `first`,
-        and the new kernel has only the operand of `first`.
+    Names get the prefix a_ or b_. shared: operands of both, from the name in `second` to that in
+    `first`.
     """
 
     def of_first(name: str) -> str:

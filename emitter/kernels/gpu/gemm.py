@@ -30,12 +30,9 @@ SIDE = 8  # threads along the rows, and along the tokens, of a tile
 
 @cache
 def gemm(matmul: Matmul) -> Kernel:
-    """Return the GPU kernel of a matmul of many tokens.
+    """Return the GPU kernel of a matmul of many tokens, without RMS norm and experts.
 
-    The kernel supports neither an RMS norm of x nor MoE experts.
-
-    Operands: x, the weight, and optionally bias and residual, with the types that
-    `matvec.operands` returns. Result: y f32 [tokens, out].
+    Operands: see `matvec.operands`. Result: y f32 [tokens, out].
     """
     layout, inner, out, tokens = layout_of(matmul.codec), matmul.in_features, matmul.out_features, matmul.tokens
     width = next(n for n in (16, 32, 64) if n >= min(tokens, 64))
@@ -56,10 +53,7 @@ def gemm(matmul: Matmul) -> Kernel:
         def fill(tile: Ssa, pitch: int, count: int, read) -> None:
             """Emit code that copies 16 columns of the weight or of x, transposed, to shared memory.
 
-            tile: shared memref for the result. Its row i has column i of the 16 columns.
-            pitch: number of elements from the start of a row of the tile to the next row.
-            count: number of rows of the weight or of x that are copied.
-            read(row, unit): emits code that loads the 8 elements of a row from column 8 * unit on.
+            read(row, unit): loads 8 elements. pitch: elements from a row of the tile to the next.
             """
             with b.strided(thread, count * depth) as item:
                 column, step = b.div(item.index, depth), b.rem(item.index, depth)

@@ -1,8 +1,7 @@
 """A builder of the MLIR text of GPU kernels: threads, shared memory, sums across a workgroup.
 
-Kernels read and write memory as 32-bit words only, because devices without 8-bit or 16-bit storage
-read such elements wrongly. Kernels use no subgroup operations, because the size of a subgroup
-differs between devices.
+Memory is read and written as 32-bit words only, because devices without 8-bit or 16-bit storage
+read such elements wrongly. Kernels use no subgroups, whose size differs between devices.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ MAGIC_BITS = 0x4B000000
 
 
 def grid(workgroups: int) -> tuple[int, int]:
-    """Return (x, y), the size of a two-dimensional grid with at least `workgroups` workgroups.
-
-    One dimension is not always enough: some devices allow at most 65535 workgroups in it.
-    """
+    """Return (x, y) of a grid of at least `workgroups`; some devices allow 65535 in a dimension."""
     rows = -(-workgroups // MAX_GRID)
     return -(-workgroups // rows), rows
 
@@ -48,24 +44,16 @@ class Loadable(Protocol):
 
 
 class Storable(Protocol):
-    """A result of a kernel to which other operations are applied before it is written to memory.
-
-    Fusion uses this for operations that follow the kernel, such as an activation.
-    """
+    """A result of a kernel to which other operations are applied before it is written to memory."""
 
     def store(self, b: GpuBody, value: Ssa, *index: Index) -> None:
-        """Emit code that stores the element at `index` of the result.
-
-        value: the element as the kernel computed it, before the other operations.
-        """
+        """Emit code that stores the element at `index`, after the other operations."""
         ...
 
 
 class GpuBody(Body):
     """A builder of the body of a GPU kernel; the body runs in each thread of a workgroup.
 
-    threads: number of threads of a workgroup.
-    workgroups: number of workgroups that the kernel needs.
     layout: MLIR text of the kernel's `#hal.pipeline.layout` attribute, which lists its bindings.
     """
 
@@ -87,10 +75,7 @@ class GpuBody(Body):
         return memref
 
     def view(self, buffer: Ssa, shape: Sequence[int], element: str = "i32") -> Ssa:
-        """Return the memory of `buffer` as a memref of another shape and element type.
-
-        buffer: a memref that `bind` returned.
-        """
+        """Return the memory of a bound `buffer` as a memref of another shape and element type."""
         return self.bind(self._bindings[buffer], memref_type(shape, element))
 
     def words(self, buffer: Ssa) -> Ssa:
@@ -116,11 +101,9 @@ class GpuBody(Body):
 
     @contextmanager
     def after(self, workgroups: int) -> Iterator[None]:
-        """Emit the code of the `with` block for the workgroups with index `workgroups` and higher.
+        """Emit the `with` block for workgroups from `workgroups` on, which count from 0 again.
 
-        In the block, `workgroup()` counts from 0 again. With this, one dispatch can run two
-        kernels: the first `workgroups` workgroups run one, the others run the other. Both kernels
-        may use the same shared memory, because no workgroup runs both.
+        Both kernels of a dispatch may use the same shared memory, because no workgroup runs both.
         """
         with self.when(self.negate(self.less(self.workgroup(), workgroups))):
             self._before, self._reusable = self._before + workgroups, list(self._allocated)
@@ -153,26 +136,18 @@ class GpuBody(Body):
 
     @contextmanager
     def strided(self, thread: Ssa, count: Index, carry: Sequence[Ssa] = ()) -> Iterator[Loop]:
-        """Append a loop over 0 .. count - 1; the threads of a workgroup divide its iterations.
+        """Append a loop over 0 .. count - 1; thread t runs iterations t, t + threads, and so on.
 
-        Thread t runs iterations t, t + threads, t + 2 * threads, and so on.
-
-        thread: index of the current thread.
         carry: initial values of the loop-carried variables (`iter_args` of `scf.for`).
         """
         with self.loop(thread, count, self.threads, carry) as loop:
             yield loop
 
     def sums(self, thread: Ssa, values: Sequence[Ssa], lanes: int, op: str = "addf") -> tuple[Ssa, int]:
-        """Emit code that adds values over groups of `lanes` consecutive threads, in shared memory.
+        """Emit code that adds f32 values over groups of `lanes` threads; return (memref, first).
 
-        thread: index of the current thread.
-        values: the f32 values to add. Each thread has its own, and each value gets its own sums.
-        lanes: a power of two.
-        op: "addf", or "maxf" for maxima instead of sums.
-
-        Return (memref, first). A workgroup has n = threads / lanes groups. The sum of values[i]
-        over group g is element first + i * n + g of the memref.
+        The sum of values[i] over group g is element first + i * (threads / lanes) + g.
+        op: "addf", or "maxf" for maxima.
         """
         count = len(values) * self.threads
         sizes, width = [count], lanes
@@ -199,10 +174,7 @@ class GpuBody(Body):
         return self.constant(str(n - (1 << 32) if n >> 31 else n), I32)
 
     def bits(self, op: str, a: Ssa, n: int) -> Ssa:
-        """Return the result of the operation `arith.{op}` on the i32 `a` and the constant `n`.
-
-        op: such as "andi" or "shli". A shift by 0, or "ori" with 0, emits no code and returns `a`.
-        """
+        """Return `arith.{op}` of the i32 `a` and the constant `n`, or `a` if that is the same."""
         return a if n == 0 and op in ("shli", "shrui", "ori") else self.binary(op, a, self.i32(n))
 
     def as_type(self, x: Ssa, type: Type) -> Ssa:
@@ -247,11 +219,7 @@ class GpuBody(Body):
         return self.either(half, sign)
 
     def rounded(self, x: Ssa) -> tuple[Ssa, Ssa]:
-        """Round x, an f32 with |x| < 127.5, to an integer, ties to even.
-
-        Return the integer twice: as f32, and as an i32 with the int8 in its low byte and zeros in
-        the other bytes.
-        """
+        """Round x, |x| < 127.5, to even: as f32, and as an i32 with an int8 in its low byte."""
         byte = self.bits("andi", self.as_type(self.addf(x, self.f32(12582912.0)), I32), 0xFF)
         # Not the sum minus 12582912: some drivers simplify that to x.
         return self.number(self.bits("xori", byte, 0x80), 0x80), byte

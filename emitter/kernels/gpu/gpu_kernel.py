@@ -16,29 +16,20 @@ from castiron.emitter.kernels.mlir.body import I32, Index, Ssa, memref_type
 class GpuKernel(Kernel):
     """A kernel for GPUs; its code runs in each of the `threads` threads of a workgroup.
 
-    The kernel is a `hal.executable.source`, so that each operand is a separate binding. In a
-    `stream.executable`, an operand may begin at an offset in a binding; IREE's SPIR-V backend does
-    not compile such an offset.
+    It is a `hal.executable.source`, so that each operand is a separate binding: IREE's SPIR-V
+    backend does not compile operands that begin at an offset in a binding. The other fields say
+    what fuses:
 
-    The other fields say which operations before and after this kernel can be fused into it:
-
-    single_store: whether the kernel stores each element of its only result once and never reads it.
-        Then element-wise operations on the result can be fused.
-    reads_often: names of operands that many workgroups read. The operations that compute these
-        operands should not be fused, because each workgroup would repeat them.
-    reads_rarely: names of operands whose elements are each read at most twice. The operations that
-        compute these operands may be fused even if they are dot products.
-    heads: number of attention heads in a row of the first result, if each workgroup computes one
-        head; otherwise 0. The result is f32 [rows, heads * head_dim], and workgroup i computes head
-        i % heads of row i / heads. Then operations that need all elements of a head, such as an RMS
-        norm, can be fused.
-    read_row: None, or a function with which other kernels compute this kernel's only result in
-        their own code, instead of loading it. read_row(body, row, **operands) emits code that
-        prepares a row, such as the mean of a norm; all threads of a workgroup must run it. It
-        returns a function that gets a column and emits code for the element in this column.
-    reads_rows: maps the name of an operand f32 [tokens, n] to the number of times that a workgroup
-        reads each of its elements. The kernel's code must index the rows of such an operand by
-        Python integers, so that the operand can be computed with `read_row` of another kernel.
+    single_store: each element of the only result is stored once and never read, so element-wise
+        operations on it can be fused.
+    reads_often: operands that many workgroups read; computing them should not be fused.
+    reads_rarely: operands whose elements are read at most twice; even dot products may be fused.
+    heads: attention heads in a row of the first result f32 [rows, heads * head_dim], of which
+        workgroup i computes head i % heads of row i / heads; otherwise 0.
+    read_row: read_row(body, row, **operands) emits code that all threads run to prepare a row, and
+        returns a function from a column to the element; None if other kernels cannot do this.
+    reads_rows: from an operand f32 [tokens, n] to how often a workgroup reads each of its elements;
+        its rows are indexed by Python integers, so that `read_row` can compute it.
     """
 
     threads: int = 64

@@ -13,10 +13,7 @@ from castiron.emitter.kernels.mlir.body import Index, Ssa
 
 @dataclass(frozen=True)
 class Rows:
-    """The operands of a GPU attention kernel that have the q, k and v projections of each token.
-
-    One operand has all columns, or several operands, called rows0, rows1 and so on, have a part of
-    the columns each. In this order, their columns are all heads of q, then of k, then of v.
+    """The operands rows0, rows1, ... of an attention kernel, with the columns of q, then k, then v.
 
     widths: number of columns of each operand, which is f32 [tokens, width].
     """
@@ -27,11 +24,7 @@ class Rows:
         return {f"rows{i}": TensorType((tokens, width), F32) for i, width in enumerate(self.widths)}
 
     def find(self, layout: HeadLayout, kind: str) -> tuple[str, int]:
-        """Return (name of an operand, column): where the heads of q, of k or of v begin.
-
-        layout: has the number and the size of the heads.
-        kind: "q", "k" or "v".
-        """
+        """Return (name of an operand, column): where the heads of "q", "k" or "v" begin."""
         column = {"q": 0, "k": layout.keys, "v": layout.keys + layout.kv_heads * layout.head_dim}[kind]
         for i, width in enumerate(self.widths):
             if column < width:
@@ -42,13 +35,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Head:
-    """One attention head of one token, as an argument of `prepare`.
-
-    kind: "q", "k" or "v".
-    token: index of the token's row in the operands.
-    index: index of the head among the heads of this kind.
-    position: position of the token in its sequence, for the rotary embedding.
-    """
+    """One attention head of one token: `index` among those of its kind, "q", "k" or "v"."""
 
     kind: str
     token: Index
@@ -59,16 +46,9 @@ class Head:
 def prepare(
     b: GpuBody, thread: Ssa, layout: HeadLayout, rows: Rows, heads: Sequence[tuple[Head, Ssa]], given: Mapping[str, Ssa]
 ) -> None:
-    """Emit code that loads heads of q, k and v for attention, and writes them to shared memory.
+    """Emit code that loads heads, applies norms and rotary embedding, and ends with a barrier.
 
-    The code applies the RMS norms of `layout`, if it has them, and the rotary embedding to q and k.
-    It ends with a barrier, so that all threads see the result.
-
-    thread: index of the current thread.
-    layout: size of the heads, epsilons of the norms, and size of the rotary embedding.
-    rows: describes the operands that have the heads.
     heads: pairs (head, shared memref f32 [head_dim] for the result).
-    given: memrefs of the kernel's operands by name.
     """
     hd, inverses = layout.head_dim, {}
     epsilons = {"q": layout.qk_norm, "k": layout.qk_norm, "v": layout.v_norm}

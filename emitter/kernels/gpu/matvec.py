@@ -1,8 +1,5 @@
 """A GPU kernel for decoding and for MoE experts: multiply a few rows of x by a quantised weight.
 
-A unit is 8 consecutive elements along in_features. The right column names the memory that the line
-writes:
-
     each workgroup: `slots` groups of `lanes` threads; each group computes `rows` rows of the weight
       thread l of a group, for units l, l + lanes, l + 2 * lanes, and so on:
         x [tokens, 8] = this unit of x                                                   registers
@@ -12,8 +9,7 @@ writes:
       add totals and squares over the threads of a group                                    shared
       y[token, row] = epilogue(totals[row, token]); with a norm: epilogue(totals / rms)     memory
 
-The epilogue applies the GLU, the bias and the residual. The weight is dequantised in registers. An
-RMS norm needs no separate pass over x: its factor 1 / rms(x) is applied to the result.
+The epilogue applies the GLU, the bias and the residual.
 """
 
 from functools import cache
@@ -38,24 +34,16 @@ ROWS = 4
 
 
 def operands(matmul: Matmul, layout: Layout) -> dict[str, TensorType]:
-    """Return the types of the operands of a GPU matmul by name, in the kernel's order.
+    """Return the types of the operands by name: those of `matmul.operands()`, with packed weights.
 
-    They are those of `matmul.operands()`, but the weight is i32 [rows, words], with each row packed
-    into 32-bit words as `layout` says. With a GLU, all rows of gate come before those of up. With
-    experts, all rows of expert 0 come first, then all rows of expert 1, and so on.
+    weight: i32 [rows, words]; all rows of gate, then those of up; all rows of expert 0 first.
     """
     rows = matmul.out_features * matmul.blocks_per_result * max(1, matmul.experts)
     return matmul.operands() | {"weight": TensorType((rows, layout.row_words(matmul.in_features)), I32)}
 
 
 def define(matmul: Matmul, summed: int, x: np.ndarray, weight: np.ndarray, **given: np.ndarray) -> dict[str, np.ndarray]:
-    """Compute the reference result of a GPU matmul, {"y": f32 [tokens, out]}, in NumPy in f64.
-
-    summed: 0, or for experts, a number of consecutive (token, expert) pairs to add: the result of
-        each pair is multiplied by its factor in the operand `weights`, and each `summed` of them
-        are added to one row of y.
-    given: the other operands by name.
-    """
+    """Compute {"y": f32 [tokens, out]} in NumPy in f64; `summed` as in `matvec`."""
     x = np.repeat(x.astype(np.float64), matmul.per_row, 0)
     if matmul.rms_eps is not None:
         x = rms_normed(x, given["norm"], matmul.rms_eps)
@@ -74,10 +62,9 @@ def define(matmul: Matmul, summed: int, x: np.ndarray, weight: np.ndarray, **giv
 
 
 def load_x(b: GpuBody, x: Ssa, row: Index, unit: Index) -> list[Ssa]:
-    """Emit code that loads elements 8 * unit .. 8 * unit + 7 of a row of x, and return them.
+    """Emit code that loads a unit of a row of x; past its end, copies of the last element.
 
-    x: f32 [rows, in], or [in] for one row. Elements past the end of the row are copies of its last
-    element.
+    x: f32 [rows, in], or [in] for one row.
     """
     inner = x.type.shape[-1]
     lead = [row] if len(x.type.shape) > 1 else []
@@ -89,11 +76,9 @@ def load_x(b: GpuBody, x: Ssa, row: Index, unit: Index) -> list[Ssa]:
 
 
 def finished(b: GpuBody, matmul: Matmul, dots: list[Ssa], given: dict[str, Ssa], token: Index, row: Index) -> Ssa:
-    """Emit code that applies GLU, bias and residual to one element of a matmul's result.
+    """Emit code that applies GLU, bias and residual to y[token, row].
 
-    dots: the element's dot product; with a GLU, two dot products: of gate and of up.
-    given: memrefs of the kernel's operands by name.
-    token, row: the element is y[token, row].
+    dots: its dot product; with a GLU, those of gate and of up.
     """
     y = dots[0] if matmul.glu is None else b.mulf(ACTIVATIONS[matmul.glu](b, dots[0]), dots[1])
     if "bias" in given:
@@ -102,13 +87,7 @@ def finished(b: GpuBody, matmul: Matmul, dots: list[Ssa], given: dict[str, Ssa],
 
 
 def _lanes(units: int) -> int:
-    """Return how many threads should compute the dot product of one weight row together.
-
-    The threads divide the row's units, of 8 elements each, among them. Of 64, 32, 16 and 8 threads,
-    return the number with the fewest idle threads in the last step, and the largest if equal.
-
-    units: number of units in a row.
-    """
+    """Return how many threads, 8 to 64, share a weight row: those with the fewest idle ones."""
     idle = {lanes: -(-units // lanes) * lanes for lanes in (64, 32, 16, 8)}
     return min(idle, key=lambda lanes: (idle[lanes], -lanes))
 
@@ -117,16 +96,11 @@ def _lanes(units: int) -> int:
 def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
     """Return the GPU kernel of a matmul with few rows of x.
 
-    These are at most `MAX_TOKENS` tokens, or with experts, any number of (token, expert) pairs.
-    Operands: see `operands`; the operand `residual` is added to y.
+    These are at most `MAX_TOKENS` tokens, or with experts any number of (token, expert) pairs.
+    Operands: see `operands`. Result: y f32 [tokens, out], with experts a row for each pair.
 
-    Result: y f32 [tokens, out]. With experts, a row of y is the result of one pair, and
-    `matmul.tokens` is the number of pairs.
-
-    summed: 0, or for experts, a number of consecutive pairs to add. Then the kernel multiplies the
-        result of each pair by its factor in the operand `weights`, f32 [pairs], and adds the
-        results of each `summed` consecutive pairs. In this case, y and the residual are f32
-        [pairs / summed, out].
+    summed: 0, or how many consecutive pairs are added, each times its factor in the operand
+        `weights`, f32 [pairs]; y and the residual are f32 [pairs / summed, out] then.
     """
     layout, inner, out = layout_of(matmul.codec), matmul.in_features, matmul.out_features
     tokens = 1 if matmul.experts else matmul.tokens
@@ -205,12 +179,7 @@ def matvec(matmul: Matmul, summed: int = 0) -> Kernel:
 
 
 def _unit(b: GpuBody, decoder: Units, row: Index, unit: Index, xs: list[list[Ssa]], totals: list[Ssa]) -> list[Ssa]:
-    """Emit code that adds the products of 8 elements to dot products of a weight row and rows of x.
-
-    row, unit: the elements are 8 * unit .. 8 * unit + 7 of weight row `row`.
-    xs: for each row of x, the 8 elements of x with the same indices.
-    totals: for each row of x, the dot product so far. The new totals are returned.
-    """
+    """Emit code that adds one unit's products to the dot products of a weight row and rows of x."""
     codes, (scale, minimum) = decoder.codes(row, unit), decoder.scale(row, unit)
     if scale is None:
         return [_dot(b, codes, x, total) for x, total in zip(xs, totals)]

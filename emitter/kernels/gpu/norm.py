@@ -23,11 +23,10 @@ THREADS = 128
 
 @cache
 def norm(kind: str, T: int, hidden: int, eps: float, bias: bool = False, residual: bool = False) -> Kernel:
-    """Return the kernel of a norm over each row of x.
+    """Return the kernel of "rms_norm" or "layer_norm" over each row of x.
 
-    kind: "rms_norm" or "layer_norm". Operands: x f32 [T, hidden], weight f32 [hidden], bias f32
-    [hidden] if `bias`, residual f32 [T, hidden] if `residual`. Result: y f32 [T, hidden], the norm
-    of x plus the residual.
+    Operands: x f32 [T, hidden], weight f32 [hidden], bias f32 [hidden] if `bias`, residual f32 [T,
+        hidden] if `residual`. Result: y f32 [T, hidden].
     """
     rows, row = TensorType((T, hidden), F32), TensorType((hidden,), F32)
     operands = {"x": rows, "weight": row, **({"bias": row} if bias else {}), **({"residual": rows} if residual else {})}

@@ -7,8 +7,8 @@ other:
     selective scan       a workgroup: one head; a thread: rows of S [head_dim, n], in memory
     gated delta rule     a workgroup: one head; a thread: columns of S [k_dim, v_dim], in memory
 
-The formulas are in `emitter.layers.recurrences`. The result is zero for padding, and for an idle sequence
-of a batch, which has a negative position. Neither changes the state.
+The formulas are in `emitter.layers.recurrences`. Padding and idle sequences of a batch (negative
+positions) give zeros and do not change the state.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ _ISA = ISAS["avx2"]  # for the operands and references of the CPU kernels, which
 
 
 def _like(kernel: Kernel, workgroups: int, threads: int, write) -> Kernel:
-    """Return a GPU kernel with the operands, results, reference and cost of a CPU kernel.
-
-    workgroups, threads: number of workgroups, and of threads in each.
-    write: function that emits the body of the GPU kernel, see `Kernel`.
-    """
+    """Return a GPU kernel with the operands, results, reference and cost of a CPU kernel."""
     name = "gpu_" + kernel.name.removesuffix(f"_{_ISA.name}")
     return GpuKernel(
         name, kernel.operands, kernel.results, workgroups, write, kernel.reference, kernel.flops, kernel.nbytes,
@@ -53,17 +49,7 @@ def _zero(b: GpuBody, share: Share, y: Ssa, column: Index) -> None:
 def causal_conv(
     tokens: Tokens, features: int, positions: int, x: Columns, bias: bool = False, activation: str | None = None
 ) -> Kernel:
-    """Return the GPU kernel of a depthwise causal convolution with a state, and an activation.
-
-    Operands and results are those of the CPU kernel, `recurrent.causal_conv`.
-
-    tokens: number of tokens, and whether they are one sequence or a batch.
-    features: number of channels.
-    positions: length of the filter.
-    x: which columns of the operand x are convolved.
-    bias: whether the convolution has a bias.
-    activation: name of the activation; None for none.
-    """
+    """Return the GPU kernel with operands, results and arguments of the CPU's `causal_conv`."""
     n, units = positions, -(-features // THREADS)
 
     def write(b: GpuBody, state: Ssa, layer: Ssa, y: Ssa, weight: Ssa, **given: Ssa) -> None:
@@ -88,15 +74,7 @@ def causal_conv(
 
 
 def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns]) -> Kernel:
-    """Return the GPU kernel of the selective scan of Mamba 2.
-
-    Operands and results are those of the CPU kernel, `recurrent.selective_scan`.
-
-    tokens: number of tokens, and whether they are one sequence or a batch.
-    shape: (groups, heads, head_dim, n). The state of a head is [head_dim, n]. Each of the `groups`
-        pairs of B and C is used by heads / groups heads.
-    columns: for each of the operands x, dt, B and C, the columns that the kernel reads.
-    """
+    """Return the GPU kernel with operands, results and arguments of the CPU's `selective_scan`."""
     groups, heads, head_dim, n = shape
     threads = -(-min(head_dim, 128) // 32) * 32
 
@@ -126,16 +104,7 @@ def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, C
 
 
 def gated_delta(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, Columns], norm_eps: float | None = None) -> Kernel:
-    """Return the GPU kernel of the gated delta rule, followed by a gated norm.
-
-    Operands and results are those of the CPU kernel, `recurrent.gated_delta`.
-
-    tokens: number of tokens, and whether they are one sequence or a batch.
-    shape: (k_heads, heads, k_dim, v_dim). q and k have k_heads heads of size k_dim; v has `heads`
-        heads of size v_dim.
-    columns: for each of the operands q, k, v, alpha, beta and z, the columns that the kernel reads.
-    norm_eps: epsilon of the norm; None for no norm.
-    """
+    """Return the GPU kernel with operands, results and arguments of the CPU's `gated_delta`."""
     k_heads, heads, k_dim, v_dim = shape
     threads = 1 << min(v_dim - 1, 127).bit_length()
 

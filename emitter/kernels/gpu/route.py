@@ -33,18 +33,10 @@ def route(
     T: int, experts: int, top_k: int, scores: str, normalised: bool, correction: bool, groups: tuple[int, int] = (1, 1),
     best: int = 0,
 ) -> GpuKernel:  # fmt: skip
-    """Return the GPU kernel that chooses `top_k` experts for each of T tokens.
+    """Return the GPU kernel of `layers.route` for T tokens, with its arguments.
 
     Operands: logits f32 [T, experts]; correction f32 [experts] if `correction`. Results: chosen i32
-    [T, top_k], the indices of the experts, best first; weights f32 [T, top_k], from their scores.
-
-    scores: function that turns logits into scores, "softmax" or "sigmoid".
-    normalised: whether the weights of a token are divided by their sum.
-    correction: whether the operand `correction` is added to the scores to choose the experts. The
-        weights are computed without it.
-    groups: (n, m): the experts are divided into n groups, and only experts of the m best groups can
-        be chosen.
-    best: groups are compared by the sum of their `best` largest scores, after the correction.
+        [T, top_k], best first; weights f32 [T, top_k].
     """
     operands = {"logits": TensorType((T, experts), F32)}
     if correction:
@@ -103,10 +95,7 @@ def route(
 
 
 def _rank(b: GpuBody, scores: Ssa, count: int, i: Index) -> Ssa:
-    """Emit code that computes the rank of score `i` in descending order: 0 for the largest score.
-
-    Of equal scores, the one with the lowest index comes first. scores: memref f32 [count].
-    """
+    """Emit code that computes the rank of score `i`: 0 for the largest, first on a tie."""
     score = b.load(scores, i)
     with b.loop(0, count, carry=[b.i32(0)]) as other:
         x = b.load(scores, other.index)

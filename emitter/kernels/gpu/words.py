@@ -46,11 +46,7 @@ NATIVE = {
 
 
 def widened(codec_name: str) -> str | None:
-    """Return a description of the format to which GPU kernels widen a codec, such as "f32".
-
-    Return None for a codec that GPU kernels store at its own size. The description explains to
-    users why a weight takes more memory than in the checkpoint. Its values do not change.
-    """
+    """Return the format to which GPU kernels widen a codec, for users; None for its own size."""
     if codec_name in NATIVE:
         return None
     layout = layout_of(codec_name)
@@ -64,13 +60,8 @@ def widened(codec_name: str) -> str | None:
 class Layout:
     """How a row of weights is packed into 32-bit words for GPU kernels.
 
-    codec: name of the codec of the weights.
-    bits: size of a code, the stored number of one element. Codes of 16 bits or more are floats.
-    scales: how the scales are stored, a key of `SCALES`.
-    group: number of elements that share a scale.
-    offset: number that is added to a signed code to store it as an unsigned number.
-    minimum: 1 if each group has a minimum that is added to its elements, -1 if the minimum is
-        subtracted, 0 if there are no minima.
+    bits: size of a code; codes of 16 bits or more are floats. scales: a key of `SCALES`.
+    offset: what is added to a signed code. minimum: that of `Codec`.
     """
 
     codec: str
@@ -86,20 +77,12 @@ class Layout:
 
     @property
     def low_words(self) -> int:
-        """Return how many words the low codes of 8 elements take.
-
-        The low code of an element is its complete code, or the lowest 4 bits of a code of 5 or 6
-        bits.
-        """
+        """Return how many words the low codes of a unit take."""
         return {4: 1, 5: 1, 6: 1, 8: 2, 16: 4, 32: 8}[self.bits]
 
     @property
     def high_bits(self) -> int:
-        """Return how many bits the high codes of 8 elements take: 0, 8 or 16.
-
-        The high code of an element is its code without the lowest 4 bits. Only codes of 5 and 6
-        bits are divided into a low and a high code.
-        """
+        """Return how many bits the high codes of a unit take: 0, 8 or 16."""
         return {5: 8, 6: 16}.get(self.bits, 0)
 
     @cached_property
@@ -108,28 +91,18 @@ class Layout:
         return words, elements or self.group
 
     def parts(self, inner: int) -> tuple[int, int, int]:
-        """Return the sizes in words of the parts of a weight row: (low codes, high codes, scales).
-
-        Codes of 5 and 6 bits are stored in two parts: the lowest 4 bits of each are its low code,
-        the others its high code. Codes of other sizes are low codes. inner: elements of the row.
-        """
+        """Return the words of the parts of a row: (low codes, high codes, scales)."""
         units = -(-inner // UNIT)
         words, elements = self._scale_words
         scales = -(-inner // elements) * words if words else 0
         return units * self.low_words, -(-units * self.high_bits // 32), scales
 
     def row_words(self, inner: int) -> int:
-        """Return the number of words of a row of `inner` elements.
-
-        It is a multiple of 4, so that each row is aligned to 16 bytes.
-        """
+        """Return the words of a row of `inner` elements, a multiple of 4 (16 bytes)."""
         return -(-sum(self.parts(inner)) // 4) * 4
 
     def pack(self, raw: np.ndarray, inner: int) -> np.ndarray:
-        """Convert rows from the format of the codec, u8 [rows, row_bytes], to this layout.
-
-        raw: the rows. inner: number of elements of a row. Return i32 [rows, row_words(inner)].
-        """
+        """Convert rows u8 [rows, row_bytes] to this layout, i32 [rows, row_words(inner)]."""
         out = np.zeros((len(raw), self.row_words(inner)), np.uint32)
         step = max(1, rows_at_once(8 * inner))
         for start in range(0, len(raw), step):
@@ -198,10 +171,7 @@ def layout_of(codec_name: str) -> Layout:
 
 
 def _joined(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Pack unsigned codes [n, k], of `bits` bits each, into u32 words [n, words].
-
-    The first code is in the lowest bits of a word.
-    """
+    """Pack unsigned codes [n, k] of `bits` bits into u32 words, the first in the lowest bits."""
     per_word = 32 // bits
     codes = codes.astype(np.uint32)
     if missing := -codes.shape[1] % per_word:
@@ -212,14 +182,7 @@ def _joined(codes: np.ndarray, bits: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Units:
-    """A writer of code that decodes a quantised weight in a GPU kernel, 8 elements at a time.
-
-    weight: memref i32 [rows, layout.row_words(inner)].
-    inner: number of elements of a row.
-
-    Arguments of the methods:
-    row, unit: the elements are 8 * unit .. 8 * unit + 7 of row `row`.
-    """
+    """A writer of code that decodes units of the weight i32 [rows, layout.row_words(inner)]."""
 
     b: GpuBody
     layout: Layout
@@ -227,10 +190,7 @@ class Units:
     inner: int
 
     def codes(self, row: Index, unit: Index) -> list[Ssa]:
-        """Emit code that loads the codes of elements 8 * unit .. 8 * unit + 7 of a row.
-
-        Return the signed codes as f32, not multiplied by the scale.
-        """
+        """Emit code that loads the signed codes of a unit of a row as f32, without their scale."""
         b, layout = self.b, self.layout
         if layout.bits >= 16:
             return self._floats(row, unit)
@@ -265,11 +225,7 @@ class Units:
         return b.binary("shrui", word, b.to_i32(b.mul(b.rem(unit, per_word), bits)))
 
     def scale(self, row: Index, unit: Index) -> tuple[Ssa | None, Ssa | None]:
-        """Emit code that loads the scale and minimum of elements 8 * unit .. 8 * unit + 7 of a row.
-
-        Return (scale, minimum) as f32. The value of an element is code * scale + minimum. A scale
-        or minimum that the layout does not have is None.
-        """
+        """Emit code that loads (scale, minimum) of a unit as f32; None for a missing one."""
         b, layout = self.b, self.layout
         if not layout.scales:
             return None, None
@@ -315,11 +271,7 @@ def _fours(b: GpuBody, weight: Ssa) -> Ssa:
 
 
 def weight_values(layout: Layout, words: np.ndarray, inner: int) -> np.ndarray:
-    """Decode rows in a layout for GPUs with NumPy; return their values, f32 [rows, inner].
-
-    words: i32 [rows, layout.row_words(inner)], as `Layout.pack` returns them.
-    inner: number of elements of a row.
-    """
+    """Decode rows of this layout with NumPy to f32 [rows, inner]."""
     low, high, scales = layout.parts(inner)
     rows, words = len(words), np.ascontiguousarray(words).view(np.uint32)
     if layout.bits == 32:
@@ -350,13 +302,7 @@ def _apart(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _scale_values(layout: Layout, words: np.ndarray, inner: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return (scales, minima) of all groups of elements, each f32 [rows, groups].
-
-    The caller adds or subtracts the minima, as `layout.minimum` says. They are None if the layout
-    has none.
-
-    words: the words of each row that have its scales. inner: number of elements of a row.
-    """
+    """Return (scales, minima) of all groups, f32 [rows, groups]; no minima if there are none."""
     rows, groups = len(words), inner // layout.group
     halves = lambda x: np.ascontiguousarray(x).view(np.float16).astype(np.float32)
     if layout.scales in ("single", "double"):
