@@ -27,6 +27,8 @@ from math import prod
 # machine or on the number of tokens in a call. fast: activations, and perhaps weights, are rounded in calls of several tokens.
 # draft: in calls of one token too, where that is faster; for draft models.
 NUMERICS = ("exact", "canonical", "fast", "draft")
+# Those with which every function gives the same bits, on every CPU.
+SAME_BITS = ("canonical",)
 # kernels: castiron's own for CPUs. portable: StableHLO only. gpu: castiron's own for GPUs.
 LOWERINGS = ("kernels", "portable", "gpu")
 # Types to which weights can be converted. A mix, here with the type of most matrices, has several, as in llama.cpp.

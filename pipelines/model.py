@@ -79,6 +79,7 @@ class GenerationOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     temperature_schedule: str | None
     samplers: tuple[str, ...]
+    receipt: bool
 
 
 STRUCTURES = {"json_schema", "regex", "grammar"}
@@ -92,7 +93,7 @@ KINDS: dict[str, tuple[Any, Any, str]] = {
     "threads": (Integral | None, None, "an integer or None"), "context": (Integral | None, None, "an integer or None"),
     "draft": (str | Path | Bundle | None, None, "a path, a name or a bundle"),
     "top": (Integral, None, "an integer"), "out": (str | Path, None, "a path"),
-    "prefix_cache": (str | Path | None, None, "a path or None"),
+    "prefix_cache": (str | Path | None, None, "a path or None"), "receipt": (bool, None, "True or False"),
 }  # fmt: skip
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -113,6 +114,7 @@ class Model:
         json_schema, regex, grammar: what the answer must match; the schema may be a pydantic class,
             and a grammar is in Lark's syntax or GBNF. With compact_json=True, JSON has no spaces.
         sampling: a `Sampling`, or its fields as options: temperature=0.7. The default is greedy.
+        receipt: whether the result has a `receipt`, with which `castiron audit` repeats the answer.
 
     A prefix that prompts share is computed only once. Several threads may use one model: their
     requests run in one batch, and each request generates the same tokens as if it ran by itself. A
@@ -343,7 +345,7 @@ class Model:
         structure = {name: value for name in STRUCTURES & options.keys() if (value := options.pop(name)) is not None}
         if structure and self.tokenizer is None:
             raise PipelineError(f"{self.name} has no tokenizer, but structured output needs one; remove {', '.join(structure)}")
-        compact = options.pop("compact_json", False)
+        compact, receipt = options.pop("compact_json", False), options.pop("receipt", False)
         grammar = self.tokenizer.grammar(**structure, compact_json=compact) if structure and self.tokenizer else None
         sampling = replace(options.pop("sampling", Sampling()), **options)
 
@@ -352,7 +354,7 @@ class Model:
             return text_request(
                 ids, engine.context, self.tokenizer, max_tokens=limit,
                 sampling=sampling, stop_tokens=stop_tokens, stop_strings=stops, grammar=grammar,
-                reasoning=grammar is not None and is_messages(prompt),
+                reasoning=grammar is not None and is_messages(prompt), receipt=receipt,
             )  # fmt: skip
 
         make_request([0])

@@ -27,12 +27,12 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {
     name: (DOCS / f"{name}.md").read_text(encoding="utf-8")
-    for name in "index batch serving structured endpoints embeddings finetune troubleshooting trust editors".split()
+    for name in "index batch serving structured endpoints embeddings finetune troubleshooting trust editors guarantees".split()
 }
 MODEL, EMBEDDING_MODEL, CODE_MODEL = "smollm2-135m-instruct", "embeddinggemma-300m", "qwen2.5-coder-1.5b"
 # Pages that other files test, or without commands.
 ELSEWHERE = set(
-    "agents architecture caches commands guarantees coming-from emitter cluster chat models kernels deploy python porting "
+    "agents architecture caches commands coming-from emitter cluster chat models kernels deploy python porting "
     "scores states devices".split()
 )
 

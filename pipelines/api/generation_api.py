@@ -302,14 +302,14 @@ class GenerationApi(ModelApi):
             "top_logprobs": top, "prompt_logprobs": prompt_logprobs, "grammar": grammar,
             "reasoning_budget": body.reasoning_budget,
             "repetition_stop": bool(body.repetition_stop), "client": client, "cache_salt": CACHE_SALT.get(),
-            "priority": body.priority or 0,
+            "priority": body.priority or 0, "receipt": bool(body.receipt),
         } | options  # fmt: skip
         rules: TokenFilter | None = None
         if min_tokens or body.allowed_token_ids or body.bad_words:
             words = await run_in_thread(self._token_sequences, body.bad_words) if body.bad_words else []
             rules = TokenFilter(min_tokens, (*ends, *more), body.allowed_token_ids, words)
         job = Job(self.engine, reply, self.retained.share(client))
-        reply.requests = job.requests
+        reply.requests, reply.manifest = job.requests, self.manifest
         try:
             for index, prompt in enumerate(prompts):
                 free = self._free_positions(prompt, None, param)

@@ -13,6 +13,8 @@ from castiron.pipelines.engine.request import Finished, Request
 from castiron.pipelines.text.text_output import Delta, TextToken
 from castiron.pipelines.text.tokenizer import TokenBytes
 from castiron.pipelines.text.tool_calls import CallPart, joined
+from castiron.vmfb.bundle.json_record import to_json
+from castiron.vmfb.bundle.manifest import Manifest
 
 # OpenAI's finish reasons, by the engine's.
 FINISH_REASONS = {"stop": "stop", "length": "length", "context": "length"}
@@ -44,6 +46,7 @@ class Reply(ABC):
     continuous_usage: whether every event of a stream has the token counts so far.
     is_ndjson: whether a stream is sent as JSON lines instead of server-sent events.
     requests: the engine request of each choice of the answer.
+    manifest: the manifest of the bundle that computes the answer.
     """
 
     prefix = ""
@@ -51,6 +54,7 @@ class Reply(ABC):
     continuous_usage = False
     is_ndjson = False
     requests: Sequence[Request] = ()
+    manifest: Manifest | None = None
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool):
         self.token_bytes, self.logprobs = token_bytes, logprobs
@@ -83,6 +87,11 @@ class Reply(ABC):
     @abstractmethod
     def fail(self, error: ApiError) -> Iterable[dict]:
         """Yield the events that end a stream with an error."""
+
+    def receipt(self, index: int) -> dict[str, Any]:
+        """Return {"receipt": ...} for a finished choice; {} if the request asked for none."""
+        found = self.requests[index].receipt(self.manifest) if self.manifest else None
+        return {"receipt": to_json(found)} if found else {}
 
     def logprobs_of(self, tokens: Iterable[TextToken]) -> list[dict]:
         """Return the log-probabilities of `tokens`, in the format of chat completions."""
@@ -211,7 +220,7 @@ class ChatReply(ChoicesReply):
             else:
                 message["tool_calls"] = [self._call(call) for call in calls]
             message["content"] = delta.text or None
-        fields = _finish_fields(end, self.call_reason if delta.calls else None) | self.token_ids(delta)
+        fields = _finish_fields(end, self.call_reason if delta.calls else None) | self.token_ids(delta) | self.receipt(index)
         return {"index": index, "message": message, "logprobs": self._logprobs(delta.tokens), **fields}
 
     def complete(self, choices: list[dict], usage: dict) -> dict:
@@ -244,7 +253,8 @@ class ChatReply(ChoicesReply):
             fields["content"] = delta.text
         logprobs = self._logprobs(delta.tokens) if delta.tokens else None
         end_fields = _finish_fields(end, self.call_reason if index in self._with_calls else None)
-        return {"index": index, "delta": fields, "logprobs": logprobs, **end_fields, **self.token_ids(delta)}
+        receipt = self.receipt(index) if end else {}
+        return {"index": index, "delta": fields, "logprobs": logprobs, **end_fields, **self.token_ids(delta), **receipt}
 
     def _call(self, call: dict[str, str]) -> dict:
         if call["name"] in self.custom:
@@ -358,7 +368,8 @@ class CompletionReply(ChoicesReply):
                 "top_logprobs": [self._top(token) for token in tokens],
                 "text_offset": [token.offset for token in tokens],
             }
-        return {"index": index, "text": text, "logprobs": logprobs, **_finish_fields(end)}
+        receipt = self.receipt(index) if end else {}
+        return {"index": index, "text": text, "logprobs": logprobs, **_finish_fields(end), **receipt}
 
     def _top(self, token: TextToken) -> dict[str, float] | None:
         """Return {text: log-probability} of the most probable tokens and of `token` itself.

@@ -163,8 +163,8 @@ class GenerationFields(Body):
     """The fields of all requests for generated text, in OpenAI's and Anthropic's formats.
 
     Some of the fields are not in these APIs: min_p, repeat_penalty (or repetition_penalty),
-    repetition_stop, ignore_eos, grammar, regex, temperature_schedule, vLLM's priority and, for
-    OpenAI's API, top_k.
+    repetition_stop, ignore_eos, grammar, regex, temperature_schedule, receipt, vLLM's priority and,
+    for OpenAI's API, top_k.
     """
 
     model: str | None = None
@@ -184,6 +184,8 @@ class GenerationFields(Body):
     repetition_stop: bool | None = None
     grammar: str | None = None
     regex: str | None = None
+    # Castiron's field: whether the answer has a receipt for `castiron audit`.
+    receipt: bool | None = None
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
 

@@ -40,6 +40,7 @@ GROUPS = {
     },
     "measure": {
         "verify": "compare a bundle's greedy tokens with HF transformers",
+        "audit": "compute an answer again from its receipt",
         "evaluate": "measure perplexity, and KL divergence from a base",
         "bench": "measure speed and memory, against other engines",
         "explain": "show the time of each kernel in a call",
@@ -53,10 +54,9 @@ GROUPS = {
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 # This text and the shell's next prompt fit a terminal of 24 lines and 80 columns.
 HELP = """\
-usage: castiron COMMAND [OPTIONS]      (castiron help COMMAND shows its options)
+usage: castiron COMMAND [OPTIONS] | help COMMAND | --version
 {groups}
 MODEL      GGUF file, HF directory, org/name on the hub, or name that list shows
-options    --version, --print-completion bash (or zsh, fish, tcsh, powershell)
 """
 SHORT_HELP = """\
 usage: castiron COMMAND [OPTIONS]

@@ -30,6 +30,7 @@ from castiron.pipelines.text.generation import Stream, encode_prompt, encode_que
 from castiron.pipelines.text.reasoning import Reasoning
 from castiron.pipelines.text.text_output import text_request
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
+from castiron.vmfb.atomic_write import write_file
 
 if TYPE_CHECKING:
     from castiron.pipelines.text.grammar import Grammar
@@ -42,6 +43,7 @@ examples:
   castiron run build/model --tokens 1,2,3 -n 40 --ignore-eos --json
   castiron run build/model "Invent a person." --json-schema person.json
   castiron run build/coder "def add(a, b):" --suffix "print(add(1, 2))"
+  castiron run build/model "Name three colours." --receipt answer.json
 
 --json prints one object: tokens, text (null without a tokenizer), reasoning_content (or null),
 prompt_tokens, cached_tokens (from --prefix-cache), finish_reason (stop, length or context),
@@ -62,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file, and ignore stdin")
     parser.add_argument("--system", metavar="TEXT", help="system message before the prompt")
     options.add_options(parser, "-n --max-tokens", "-c --context", "--json")
+    parser.add_argument("--receipt", metavar="FILE", help="write what castiron audit needs to repeat the answer")
     group = parser.add_argument_group("prompt")
     prompt.add_argument("--tokens", type=options.token_ids, metavar="IDS", help="the prompt as token ids: 1,2,3")
     group.add_argument("--suffix", metavar="TEXT", help="fill in the text between PROMPT and TEXT; needs a code model")
@@ -93,6 +96,7 @@ def main(args: argparse.Namespace) -> int:
                 prompt, engine.context, text, sampling=sampling, stop_strings=args.stop, grammar=grammar,
                 max_tokens=limit, stop_tokens=() if args.ignore_eos else (*bundle.manifest.tokens.eos, *fim_ends),
                 repetition_stop=args.repetition_stop, reasoning=not (args.raw or args.tokens or args.suffix is not None),
+                receipt=args.receipt is not None,
                 on_prefill=lambda done, total: progress("reading the prompt", done / total),
             )  # fmt: skip
             stream = Stream(engine, request, reasoning=True)
@@ -106,6 +110,7 @@ def main(args: argparse.Namespace) -> int:
                 answer = text.decode(stream.tokens) if text else None
             # Flushed now, because freeing a large vocabulary takes a tenth of a second.
             print(json.dumps(report(stream, answer, reasoning or None, load_seconds), ensure_ascii=False), flush=True)
+            write_receipt(stream, args.receipt)
             return 0
         output, thinking = AnswerOutput(), False
         try:
@@ -118,7 +123,13 @@ def main(args: argparse.Namespace) -> int:
             print(speed(stream, thinking), file=sys.stderr)
             if stream.finish_reason == "length":
                 print_message(f"stopped at {counted(len(stream.tokens), 'token')}; -n -1 for no limit")
+        write_receipt(stream, args.receipt)
         return 0
+
+
+def write_receipt(stream: Stream, path: str | None) -> None:
+    if path is not None and stream.receipt:
+        write_file(Path(path), stream.receipt.to_json().encode())
 
 
 def check_prompt(args: argparse.Namespace) -> None:

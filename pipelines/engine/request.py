@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
+import castiron
 from castiron.pipelines.engine.chooser import Chooser, Constraint
 from castiron.pipelines.engine.prefix_cache import Paused
+from castiron.pipelines.engine.receipt import FORMAT, Receipt, Transcript, repeatable, sampling_fields
 from castiron.pipelines.engine.sampling import Sampler, Sampling, Score, log_probabilities
 from castiron.pipelines.errors import PipelineError
+from castiron.vmfb.bundle.manifest import Manifest
 
 # A repetition loop has a period of up to MAX_PERIOD tokens, and is at least MIN_REPEATS periods and
 # MIN_TOKENS tokens long. Tables and code repeat a line a few times, but no model leaves such a loop.
@@ -103,6 +106,9 @@ class Output(Protocol):
         """Whether the request must end now, for example because of a stop string."""
         ...
 
+    @property
+    def stop_strings(self) -> Collection[str]: ...
+
     def add(self, token: Token) -> list[Event]: ...
 
     def finish(self, end: Finished, last: Token | None) -> list[Event]:
@@ -118,6 +124,7 @@ class TokenOutput:
     """An output whose events have token ids, but no text."""
 
     stopped = False
+    stop_strings = ()
 
     def add(self, token: Token) -> list[Event]:
         return [Tokens((token,))]
@@ -150,6 +157,7 @@ class Request:
             computed; empty without `prompt_logprobs`.
         finish_reason: why the request ended, such as "stop" or "length"; None before the end.
         cached: how many tokens of the prompt came from the prefix cache.
+        transcript: what the request's receipt records of each token; None without a receipt.
     """
 
     def __init__(
@@ -169,6 +177,7 @@ class Request:
         cache_salt: str = "",
         priority: int = 0,
         on_prefill: Callable[[int, int], None] | None = None,
+        receipt: bool = False,
     ):
         """Create a request; check that the prompt fits in the context.
 
@@ -190,9 +199,11 @@ class Request:
             cache_salt: the prompt reuses only KV caches of requests with the same salt.
             priority: requests with a lower number run first.
             on_prefill: called with (tokens read, tokens of the prompt) after each prefill call.
+            receipt: whether to record what a `Receipt` needs. A random answer gets a seed.
 
         Raises:
-            PipelineError: the prompt is empty or longer than the context, or max_tokens is too low.
+            PipelineError: the prompt is empty or longer than the context, max_tokens is too low, or
+                a receipt is not supported.
         """
         free = free_positions(context, len(prompt))
         if not len(prompt):
@@ -204,15 +215,22 @@ class Request:
             )
         if max_tokens is not None and max_tokens < 0:
             raise PipelineError(f"max_tokens is {max_tokens}; give at least 0")
+        if receipt:
+            if constraint or max_tokens == 0:
+                option = "grammar, tools, budget of reasoning or filter of tokens" if constraint else "max_tokens of 0"
+                raise PipelineError(f"receipt does not support a {option}; leave one of them out")
+            sampling = repeatable(sampling)
+        self.transcript = Transcript() if receipt else None
         is_short = max_tokens is not None and max_tokens <= free
         self.limit, self.limit_reason = (max_tokens, "length") if is_short else (free, "context")
-        self.prompt = np.asarray(prompt)
+        self.prompt, self.context = np.asarray(prompt), context
         self.stop_tokens = None if stop_tokens is None else frozenset(stop_tokens)
         self.top_logprobs, self.prompt_logprobs = top_logprobs, prompt_logprobs
         self.client, self.cache_salt, self.priority, self.on_prefill = client, cache_salt, priority, on_prefill
         self.output = output or TokenOutput()
         sampler = sampling if isinstance(sampling, Sampler) else Sampler(sampling)
         self.chooser = Chooser(sampler, constraint, [*prompt])
+        self.repetition_stop = repetition_stop
         self._repetition = RepetitionDetector() if repetition_stop else None
         self.tokens: list[int] = []
         self.scores: list[Score] = []
@@ -237,6 +255,32 @@ class Request:
     def needs_scores(self) -> bool:
         """Whether log-probabilities of the prompt's tokens must still be computed."""
         return self.prompt_logprobs is not None and not self.chosen
+
+    def receipt(self, manifest: Manifest) -> Receipt | None:
+        """Return the receipt; None before the end, or if the request asked for none.
+
+        manifest: of the bundle that generated the answer.
+        """
+        if self.transcript is None or self.finish_reason is None:
+            return None
+        receipt = Receipt(
+            format=FORMAT,
+            castiron=castiron.__version__,
+            bundle=manifest.sha256,
+            checkpoint=manifest.source.get("sha256"),
+            numerics=manifest.numerics,
+            context=self.context,
+            prompt=tuple(self.prompt.tolist()),
+            answer=tuple(self.transcript.tokens),
+            logits=tuple(self.transcript.hashes),
+            finish_reason=self.finish_reason,
+            sampling=sampling_fields(self.chooser.sampler.sampling),
+            max_tokens=self.limit if self.limit_reason == "length" else None,
+            stop_tokens=tuple(sorted(self.stop_tokens or ())),
+            stop_strings=tuple(self.output.stop_strings),
+            repetition_stop=self.repetition_stop,
+        )
+        return replace(receipt, sha256=receipt.digest)
 
     def unread(self, position: int) -> Sequence[int]:
         """Return the tokens of prompt and answer that the model has not read.
@@ -273,6 +317,8 @@ class Request:
         token = self.chooser.pick(argmax, logits) if chosen is None else chosen
         self.chooser.accept(token)
         self.chosen += 1
+        if self.transcript:
+            self.transcript.add(token, logits())
         return Token(token, *(() if self.top_logprobs is None else log_probabilities(logits(), token, self.top_logprobs)))
 
     def _finish(self, reason: str, last: Token | None = None) -> list[Event]:

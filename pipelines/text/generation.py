@@ -16,6 +16,7 @@ import numpy as np
 
 from castiron.pipelines.engine.draft import Draft
 from castiron.pipelines.engine.engine import Engine
+from castiron.pipelines.engine.receipt import Receipt
 from castiron.pipelines.engine.request import Event, Failed, Request, Tokens
 from castiron.pipelines.engine.speculation import Speculator
 from castiron.pipelines.errors import PipelineError
@@ -177,6 +178,10 @@ class Stream(Iterator[str]):
         return self.request.repeated
 
     @property
+    def receipt(self) -> Receipt | None:
+        return self.request.receipt(self._engine.manifest)
+
+    @property
     def steps(self) -> int:
         return max(0, self.request.chosen - 1)
 
@@ -205,6 +210,7 @@ class Result:
         text: the generated text; None without a tokenizer.
         finish_reason: "stop", "length", "context" (the context is full), or "error".
         error: why the prompt could not run, or None.
+        receipt: with the option `receipt`, what `castiron audit` needs.
     """
 
     index: int
@@ -212,6 +218,7 @@ class Result:
     text: str | None
     finish_reason: str
     error: PipelineError | None = None
+    receipt: Receipt | None = None
 
     def __str__(self) -> str:
         return self.text if self.text is not None else " ".join(map(str, self.tokens))
@@ -269,7 +276,9 @@ def generate_many(engine: Engine, prompts: Iterable[Prompt], make_request: Calla
                 del running[request]
                 error = event.error if isinstance(event, Failed) else None
                 text = "".join(pieces) if isinstance(request.output, TextOutput) else None
-                yield Result(index, request.tokens, text, request.finish_reason or "error", error)
+                yield Result(
+                    index, request.tokens, text, request.finish_reason or "error", error, request.receipt(engine.manifest)
+                )
     finally:
         stream.close()
 

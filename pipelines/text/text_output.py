@@ -209,6 +209,10 @@ class TextOutput:
         """Whether generation must stop: at a stop string, or after the only allowed tool call."""
         return self._stops.stopped or bool(self._calls and self._calls.full)
 
+    @property
+    def stop_strings(self) -> Collection[str]:
+        return self._stops.strings
+
     def add(self, token: Token) -> list[Event]:
         self._pend(token)
         return self._release(self._detokeniser.add(token.id))
@@ -296,6 +300,8 @@ def text_request(
             option = "a grammar" if grammar else "stop strings (--stop)"
             raise PipelineError(f"{option} needs a tokenizer, but this model has none; remove {option}")
         return Request(prompt, context, constraint=constraint, **options)
+    if tools and options.get("receipt"):
+        raise PipelineError("receipt does not support tools; leave one of them out")
     if grammar:
         # Harmony writes tool calls to another channel than answers, so they need other marks.
         marks = tokenizer.marks if grammar.calls else tokenizer.answer_marks

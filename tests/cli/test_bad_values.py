@@ -26,7 +26,7 @@ MANY = ["", "1e99", "inf", "-inf", "1.5", str(10**30), "1" * 5000, "a" * 5000, "
 ARGUMENTS = {
     "run": "B a -n 1", "chat": "B", "serve": "B --port 0", "compile": "G -o out", "list": "", "batch": "B in.jsonl -o out.jsonl",
     "embed": "B a", "rm": "nothing", "inspect": "B", "quantise": "G -o out.gguf", "pack": "B -o out.castiron", "cache": "list",
-    "devices": "", "verify": "B -n 1", "evaluate": "B", "bench": "B", "explain": "B", "tune": "G", "emit": "G",
+    "devices": "", "verify": "B -n 1", "audit": "answer.json B", "evaluate": "B", "bench": "B", "explain": "B", "tune": "G", "emit": "G",
     "diff": "G --tokens 1,2",
 }  # fmt: skip
 
@@ -38,6 +38,7 @@ def folder(tmp_path_factory):
     write_llama(location / "G")
     (location / "folder").mkdir()
     (location / "in.jsonl").write_text('{"prompt": "a", "max_tokens": 1}\n')
+    assert cli.main(["run", str(location / "B"), "a", "-n", "1", "--receipt", str(location / "answer.json")]) == 0
     return location
 
 

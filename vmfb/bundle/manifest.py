@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from castiron.emitter.abi import ROLES, Function, Signature, State, functions, ring_rows
+from castiron.emitter.abi import ROLES, SAME_BITS, Function, Signature, State, functions, ring_rows
 from castiron.vmfb.bundle.json_record import Json, RecordError, from_json, short, to_json
 from castiron.vmfb.targets import Target
 
@@ -235,6 +236,19 @@ class Manifest:
     def cache(self) -> str:
         """Return the format of the KV caches, "f32", "f16" or "q8_0"; "f32" if there are none."""
         return next((state.storage for state in self.states if state.kind != "recurrent"), "f32")
+
+    @property
+    def sha256(self) -> str:
+        """Return the hash of manifest.json with `context` set to `max_context`.
+
+        It covers every file of the bundle, and `Bundle.with_context` does not change it.
+        """
+        return hashlib.sha256(dump(replace(self, context=self.max_context))).hexdigest()
+
+    @property
+    def has_same_bits(self) -> bool:
+        """Return whether decode, prefill, verify and batches give logits with the same bits."""
+        return self.numerics in SAME_BITS and not self.target.driver and "custom_module" not in self.compile
 
     def widths(self, role: str) -> tuple[int, ...]:
         """Return the widths of the functions with a role such as "prefill", in ascending order.

@@ -316,8 +316,9 @@ class MessagesReply(BlocksReply):
         end, has_calls = self.end or Finished("stop"), any(block.kind == "call" for block in self.blocks)
         reason = "tool_use" if has_calls and end.reason == "stop" else STOP_REASONS[end.reason]
         stop = {"stop_reason": "stop_sequence" if end.stop_string else reason, "stop_sequence": end.stop_string}
-        self.answer |= stop | {"usage": _usage(usage)}
-        yield {"type": "message_delta", "delta": stop, "usage": _usage(usage)}
+        more = {"usage": _usage(usage)} | self.receipt(0)
+        self.answer |= stop | more
+        yield {"type": "message_delta", "delta": stop, **more}
         yield {"type": "message_stop"}
 
     def fail(self, error: ApiError) -> Iterable[dict]:

@@ -80,6 +80,8 @@ class OllamaGeneration(OllamaBody):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     # Whether to leave out the oldest messages of a conversation that is too long for the context.
     truncate: bool | None = True
+    # Castiron's field: whether the answer has a receipt for `castiron audit`.
+    receipt: bool | None = None
 
 
 class OllamaFields(ChatRequest):
@@ -237,6 +239,7 @@ async def start_ollama_embeddings(api: ModelApi, body: OllamaEmbeddingsRequest) 
 def _chat_request(body: OllamaGeneration, messages: list[dict], tools: Iterable[dict] | None = None) -> ChatRequest:
     given = {"messages": messages, "tools": [{"type": "function", **tool} for tool in tools or ()] or None}
     given |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs if body.logprobs else None}
+    given["receipt"] = body.receipt
     if body.format == "json":
         given["response_format"] = {"type": "json_object"}
     elif body.format:
@@ -323,6 +326,7 @@ class OllamaReply(BlocksReply):
         }  # fmt: skip
         if self.has_context:
             end["context"] = [*request.prompt.tolist(), *request.tokens]
+        end |= self.receipt(0)
         self.answer = self._object(*self.blocks) | end
         if logprobs := [each for block in self.blocks for each in block.logprobs]:
             self.answer["logprobs"] = logprobs

@@ -88,6 +88,7 @@ class InfillReply(ChoicesReply):
         return found | {
             "model": self.head["model"], "stop_type": kind, "stopping_word": end.stop_string or "", "truncated": False,
             "tokens_cached": len(request.prompt) + tokens, "timings": timings(request, tokens),
+            **self.receipt(index),
         }  # fmt: skip
 
     def _selected(self, answer: dict) -> dict:

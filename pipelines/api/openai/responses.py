@@ -272,7 +272,7 @@ class ResponsesReply(BlocksReply):
         self.answer |= {
             "status": status, "completed_at": None if is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None, "usage": _usage(usage),
-        }  # fmt: skip
+        } | self.receipt(0)  # fmt: skip
         if self.put:
             self.put(self.answer)
         yield self._event(f"response.{status}", response=self.answer)
