@@ -174,7 +174,7 @@ def test_a_different_bundle_is_refused_unless_it_is_expected(canonical, tmp_path
     (receipt,) = answered(canonical, asked())
     other = compile_model(
         served.checkpoint(tmp_path_factory.mktemp("other") / "checkpoint"), tmp_path_factory.mktemp("other") / "bundle",
-        Options(context=served.CONTEXT, batch=(), speculate=(), numerics="canonical"),
+        Options(context=served.CONTEXT, batch=(), verify_widths=(), numerics="canonical"),
     ).bundle  # fmt: skip
     other = open_bundle(other)
     assert [each.what for each in audit(receipt, other, 1).differences] == ["bundle"]
