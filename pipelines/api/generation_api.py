@@ -327,7 +327,7 @@ class GenerationApi(ModelApi):
                     )  # fmt: skip
                     job.prompts.append(index)
                     job.requests.append(request)
-            self.engine.submit(job.requests, job.listen)
+            job.stream = self.engine.submit(job.requests)
         except BaseException:
             job.share.release()
             raise

@@ -24,6 +24,7 @@ from castiron.pipelines.api.openai.responses import start_response
 from castiron.pipelines.api.openai.responses_request import ResponsesRequest
 from castiron.pipelines.api.request_body import parse_body
 from castiron.pipelines.batch.records import Outcome, Record, Work
+from castiron.pipelines.engine.engine import EventStream
 from castiron.pipelines.engine.request import Request
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.embedder import Embedder, Tokens
@@ -54,8 +55,8 @@ class Collector:
     def __init__(self, embedder: Embedder | None):
         self.embedder = embedder
 
-    def submit(self, requests: Any, listener: Any) -> None:
-        pass
+    def submit(self, requests: list[Request]) -> EventStream:
+        return EventStream(None, requests)
 
     async def vectors(self, texts: Sequence[Tokens], dimensions: int | None) -> list[np.ndarray]:
         return [self.embedder.vector(text, dimensions) for text in texts] if self.embedder else []
@@ -111,7 +112,7 @@ class OpenAI:
             return Work(record, lambda: self._answered(record, job))
         # Release the server's limit on requests in flight: the job already limits them to the engine's slots.
         job.share.release()
-        return Work(record, lambda: self._answered(record, job, job.requests), job.requests, job.listen)
+        return Work(record, lambda: self._answered(record, job, job.requests), job.requests, job.stream.add)
 
     def failed(self, record: Record, error: Exception) -> Outcome:
         if isinstance(error, ApiError):

@@ -1,100 +1,67 @@
-"""`Engine`, which takes requests, runs the model and returns the events of the requests."""
+"""`Engine`, which runs requests on a model, and `EventStream`, with which their events are read."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
+import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
+from castiron.pipelines.engine.chooser import ConstraintError
 from castiron.pipelines.engine.draft import Draft
 from castiron.pipelines.engine.prefix_store import PrefixStore
 from castiron.pipelines.engine.request import Event, Failed, Finished, Request
 from castiron.pipelines.engine.scheduler import Events, Observer, Scheduler
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.bundle.bundle import Bundle
-from castiron.vmfb.device.program import NanLogitsError
 from castiron.vmfb.run.batch import Batch
 from castiron.vmfb.run.session import Session
 from castiron.vmfb.run.state_file import StateError, identity, read_head, read_rows, write_state
 
 
-class SingleSlot:
-    """An adapter that gives a session, which runs one sequence, the interface of `Batch`."""
-
-    size = 1
-
-    def __init__(self, session: Session):
-        self.slots = [session]
-
-    def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
-        """Run a decode step; return {0: most probable next token}, where -1 means NaN logits.
-
-        tokens: {0: token to read}. The key is the index of the only sequence.
-        """
-        try:
-            return {0: self.slots[0].step(tokens[0])}
-        except NanLogitsError:
-            return {0: -1}
-
-
 class Engine:
-    """An engine that runs several requests on a model at the same time.
+    """Runs several requests on a model at the same time.
 
         engine = Engine("build/model")
         for request, event in engine.submit(Request(prompt, engine.context, max_tokens=64)):
             ...
 
-    Each running request has a slot, which is the KV cache of one sequence. The engine has no thread
-    of its own: a thread that waits for events runs the model for all requests. If another thread is
-    already doing this, the waiting thread waits for it.
+    A thread that waits for events runs the model for all requests, or waits for the thread that
+    does. With `start`, a thread of the engine runs the model instead.
     """
 
     def __init__(
-        self,
-        model: Bundle | Path | str | Session | Any,
-        threads: int | None = None,
-        *,
-        single: bool = False,
-        observer: Observer | None = None,
-        store: PrefixStore | None = None,
-        draft: Draft | None = None,
-        ngrams: bool = False,
+        self, model: Bundle | Path | str | Session | Batch, threads: int | None = None, *, single: bool = False,
+        observer: Observer | None = None, store: PrefixStore | None = None, draft: Draft | None = None, ngrams: bool = False,
         fill_slots: bool = False,
-    ):
-        """Open the bundle `model`, or use a session or batch that is already open.
+    ):  # fmt: skip
+        """Open the bundle `model`, or use a session or batch that nothing else uses.
 
-        Args:
-            model: a bundle (compiled model) or its path, or a `Session` or `Batch` that nothing
-                else uses.
-            threads: CPU threads, by default one per physical core.
-            single: whether to run one request at a time, even if the bundle can decode a batch.
-            observer: its methods are called when requests start, generate tokens and end.
-            store: cache on disk for the KV caches of prompt prefixes.
-            draft: draft model for speculative decoding.
-            ngrams: whether to speculate that the text repeats earlier text (prompt lookup).
-            fill_slots: whether to maximise throughput; by default, the time between two tokens of a
-                request is kept short.
+        threads: CPU threads; None for one per physical core.
+        single: whether to run one request at a time, even if the bundle can decode a batch.
+        ngrams: whether to speculate that the text repeats earlier text (prompt lookup).
+        fill_slots: whether to maximise throughput instead of the time between a request's tokens.
         """
-        if isinstance(model, Bundle | Path | str):
-            model = Session(model, threads) if single else Batch(model, threads)
         if isinstance(model, Session):
             model.rewind(0)
-        batch = SingleSlot(model) if isinstance(model, Session) else model
+        batch = Batch(model, threads, single) if isinstance(model, Bundle | Path | str | Session) else model
         self._scheduler: Scheduler | None = Scheduler(
             batch, observer=observer, store=store, draft=draft, ngrams=ngrams, fill_slots=fill_slots
         )
         self.slots, self.context, self.manifest = batch.size, self._scheduler.context, self._scheduler.manifest
-        self.submitted: deque[Request] = deque()
-        self.cancelled: deque[Request] = deque()
-        self.streams: dict[Request, EventStream] = {}
-        # Notified when a turn has ended.
-        self._turn_ended = threading.Condition()
+        # The unfinished requests, and changes for the scheduler, which are applied between turns.
+        self._streams: dict[Request, EventStream] = {}
+        self._changes: deque[tuple[Callable[[Scheduler, Request], None], Request]] = deque()
+        # Notified when a turn has ended, and when a thread of the engine has work.
+        self._wake = threading.Condition()
         self._in_turn = False
         self._process = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
 
     @property
     def closed(self) -> bool:
@@ -102,11 +69,7 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler, which runs the requests.
-
-        Raises PipelineError if the engine is closed, or if this process is a fork of the one that
-        opened the engine.
-        """
+        """The scheduler; PipelineError if the engine is closed, or opened before a fork."""
         if self._scheduler is None:
             raise PipelineError("this model is closed; load it again")
         if os.getpid() != self._process:
@@ -117,42 +80,69 @@ class Engine:
     def threads(self) -> int:
         return self.scheduler.batch.slots[0].threads
 
-    def submit(self, request: Request) -> EventStream:
-        """Queue a request; return the stream of its events."""
+    @property
+    def unfinished(self) -> list[Request]:
+        return list(self._streams)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine has a thread that runs the model."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def submit(self, *requests: Request) -> EventStream:
+        """Queue requests; return the stream of their events."""
         stream = self.stream()
-        stream.submit(request)
+        for request in requests:
+            stream.submit(request)
         return stream
 
     def stream(self) -> EventStream:
-        """Return a new stream, to which several requests can be submitted."""
+        """Return a new stream, to which requests can be submitted."""
         return EventStream(self)
 
-    def read(self, stream: EventStream) -> Events:
-        """Return the next events of a stream; [] if all its requests have ended.
+    def queue(self, request: Request, stream: EventStream) -> None:
+        """Queue a request whose events `stream` gets."""
+        self._streams[request] = stream
+        self._change(Scheduler.submit, request)
 
-        Until there are events, the calling thread runs the scheduler, or waits while another thread
-        runs it.
+    def cancel(self, request: Request) -> None:
+        """Cancel a request: it has no more events."""
+        if self._streams.pop(request, None):
+            self._change(Scheduler.cancel, request)
+
+    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Run the model on a thread of the engine; `loop` can then await events.
+
+        The thread may start before there is a loop. RuntimeError if there is no memory for it.
         """
-        with self._turn_ended:
-            while not stream.events and (stream.live or self.cancelled):
+        self._loop = loop
+        if not self.is_running:
+            thread = threading.Thread(target=self._run, name="model")
+            thread.start()
+            self._thread = thread
+
+    def _change(self, change: Callable[[Scheduler, Request], None], request: Request) -> None:
+        self._changes.append((change, request))
+        if self.is_running:
+            with self._wake:
+                self._wake.notify_all()
+
+    def wait_for(self, stream: EventStream) -> None:
+        """Run turns of the scheduler, or wait for those of other threads, until `stream` can be read."""
+        with self._wake:
+            while not stream.is_readable:
                 if self._in_turn:
-                    self._turn_ended.wait()
+                    self._wake.wait()
                 else:
                     self._turn(self.scheduler)
-            found, stream.events = stream.events, []
-        return found
 
-    def _turn(self, scheduler: Scheduler) -> None:
-        """Run one turn of the scheduler, and add the new events to the streams of their requests.
-
-        The caller holds the lock `self._turn_ended`. This method releases the lock while the turn
-        runs, so that other threads can wait for the turn's end, and then acquires it again.
-        """
+    def _turn(self, scheduler: Scheduler) -> Events:
+        # The caller holds the lock, which is free during the turn so that other threads can wait.
         self._in_turn = True
-        self._turn_ended.release()
+        self._wake.release()
         events: Events = []
         try:
-            self._take_in(scheduler)
+            self._apply_changes(scheduler)
             events = scheduler.turn()
         except BaseException as error:
             # The scheduler handles errors of requests. After any other error, end all requests, so
@@ -161,45 +151,71 @@ class Engine:
             if not isinstance(error, Exception):
                 raise
         finally:
-            self._turn_ended.acquire()
+            self._wake.acquire()
             self._in_turn = False
-            for request, event in events:
-                if stream := self.streams.get(request):
-                    stream.add(request, event)
-            self._turn_ended.notify_all()
+            self._deliver(events)
+            self._wake.notify_all()
+        return events
 
-    def _take_in(self, scheduler: Scheduler) -> None:
-        while self.submitted:
-            scheduler.submit(self.submitted.popleft())
-        while self.cancelled:
-            scheduler.cancel(self.cancelled.popleft())
+    def _apply_changes(self, scheduler: Scheduler) -> None:
+        while self._changes:
+            change, request = self._changes.popleft()
+            change(scheduler, request)
+
+    def _deliver(self, events: Events) -> None:
+        streams = []
+        for request, event in events:
+            if stream := self._streams.get(request):
+                if isinstance(event, Finished | Failed):
+                    self._streams.pop(request, None)
+                stream.add(request, event)
+                streams.append(stream)
+        if streams and self._loop:
+            # RuntimeError: the event loop is closed already.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(lambda: [stream.arrived.set() for stream in streams])
+
+    def _run(self) -> None:
+        with self._wake:
+            while self._scheduler:
+                if self._in_turn or not (self._changes or self._streams):
+                    self._wake.wait()
+                    continue
+                events = self._turn(self._scheduler)
+                for failure in {event.error for _, event in events if isinstance(event, Failed)}:
+                    if not isinstance(failure, ConstraintError):
+                        traceback.print_exception(failure)
+
+    def fail(self, error: PipelineError) -> None:
+        """End every unfinished request with `error`."""
+        with self._wake:
+            for request in self.unfinished:
+                self._change(Scheduler.cancel, request)
+                self._deliver([(request, Failed(error))])
 
     @contextmanager
     def exclusive(self) -> Iterator[Scheduler]:
         """Yield the scheduler; no other thread runs it until the `with` block ends."""
-        with self._turn_ended:
+        with self._wake:
             while self._in_turn:
-                self._turn_ended.wait()
+                self._wake.wait()
             scheduler, self._in_turn = self.scheduler, True
         try:
-            self._take_in(scheduler)
+            self._apply_changes(scheduler)
             yield scheduler
         finally:
-            with self._turn_ended:
+            with self._wake:
                 self._in_turn = False
-                self._turn_ended.notify_all()
+                self._wake.notify_all()
 
     @property
     def position(self) -> int:
-        """The number of tokens in the KV cache of the slot (sequence) that was used last."""
+        """The number of tokens in the slot that was used last."""
         with self.exclusive() as scheduler:
             return scheduler.batch.slots[scheduler.cache.latest()].position
 
     def save_state(self, path: Path) -> None:
-        """Write the tokens and KV cache of the last used slot (sequence) to the file `path`.
-
-        If the slot has no tokens, the file is removed.
-        """
+        """Write the tokens and states of the last used slot to `path`; if it is empty, remove `path`."""
         with self.exclusive() as scheduler:
             slot = scheduler.cache.latest()
             session = scheduler.batch.slots[slot]
@@ -210,10 +226,7 @@ class Engine:
                 path.unlink(missing_ok=True)
 
     def load_state(self, path: Path) -> None:
-        """Read a file that `save_state` wrote, and put its KV cache into the prefix cache.
-
-        Raises StateError if the file belongs to another bundle.
-        """
+        """Read a file of `save_state` into the prefix cache; StateError for another bundle's."""
         state = read_head(path)
         if state.bundle != identity(self.manifest):
             raise StateError(f"{path} is a state of another bundle; load it with that bundle")
@@ -221,68 +234,85 @@ class Engine:
             scheduler.cache.load(read_rows(state, scheduler.batch.slots[0].rows(len(state.tokens))), state.tokens)
 
     def close(self) -> None:
-        """Close the engine; later reads of events raise PipelineError, also for running requests.
+        """Close the engine after its current turn; later reads of events raise PipelineError.
 
-        Waits until the scheduler has ended its current turn, and until all files of the prefix
-        store are written.
+        Waits for the engine's thread, and until all files of the prefix store are written.
         """
-        with self._turn_ended:
+        with self._wake:
             scheduler, self._scheduler = self._scheduler, None
             while self._in_turn:
-                self._turn_ended.wait()
-            self._turn_ended.notify_all()
+                self._wake.wait()
+            self._wake.notify_all()
+        if self._thread:
+            self._thread.join()
         if scheduler and scheduler.cache.store:
             scheduler.cache.store.finish()
 
 
 class EventStream:
-    """An iterator over the (request, event) pairs of the requests submitted to this stream.
+    """The (request, event) pairs of the requests that were submitted to it, for one reader.
 
-    It ends when these requests have ended. While a thread waits for the next pair, it runs the
-    engine, which has no thread of its own.
+    It ends when these requests have ended. A `for` loop runs the model while it waits; `async for`
+    needs an engine that was started with the reader's event loop.
     """
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
-        self.events: Events = []
-        self.live: set[Request] = set()
+    def __init__(self, engine: Engine | None, requests: Iterable[Request] = ()):
+        """Create a stream; without an engine, the caller adds the events of `requests`."""
+        self._engine, self._live, self._events = engine, set(requests), deque[tuple[Request, Event]]()
+        # Set on the event loop after events were added.
+        self.arrived = asyncio.Event()
 
     @property
     def idle(self) -> bool:
         """Whether all requests have ended and all their events have been read."""
-        return not self.live and not self.events
+        return not self._live and not self._events
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether `read` returns at once."""
+        return bool(self._events) or not self._live
 
     def submit(self, request: Request) -> None:
         """Queue a request; any thread may call this."""
-        self.live.add(request)
-        self.engine.streams[request] = self
-        self.engine.submitted.append(request)
+        assert self._engine
+        self._live.add(request)
+        self._engine.queue(request, self)
 
     def cancel(self, request: Request) -> None:
         """Cancel a request: no further events of it are added. Any thread may call this."""
-        if request in self.live:
-            self._forget(request)
-            self.engine.cancelled.append(request)
+        if self._engine and request in self._live:
+            self._engine.cancel(request)
+            self._live.discard(request)
+
+    def add(self, request: Request, event: Event) -> None:
+        """Add an event of a request."""
+        self._events.append((request, event))
+        if isinstance(event, Finished | Failed):
+            self._live.discard(request)
 
     def read(self) -> Events:
         """Wait for the next events and return them; [] if all requests have ended."""
-        return self.engine.read(self)
-
-    def add(self, request: Request, event: Event) -> None:
-        """Add an event of a request; only the engine calls this."""
-        self.events.append((request, event))
-        if isinstance(event, Finished | Failed):
-            self._forget(request)
-
-    def _forget(self, request: Request) -> None:
-        self.live.discard(request)
-        self.engine.streams.pop(request, None)
+        if self._engine:
+            self._engine.wait_for(self)
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     def __iter__(self) -> Iterator[tuple[Request, Event]]:
         while not self.idle:
             yield from self.read()
 
+    async def __aiter__(self) -> AsyncIterator[tuple[Request, Event]]:
+        while True:
+            # Looked up first, because the last event is added before its request ends.
+            has_ended = not self._live
+            while self._events:
+                yield self._events.popleft()
+            if has_ended:
+                return
+            self.arrived.clear()
+            await self.arrived.wait()
+
     def close(self) -> None:
-        """Cancel the requests that have not ended."""
-        for request in list(self.live):
+        """Cancel the requests that have not ended, and drop the events that were not read."""
+        for request in list(self._live):
             self.cancel(request)
+        self._events.clear()

@@ -88,7 +88,7 @@ class Scheduler:
     With `draft` or `ngrams`, a request uses speculative decoding while no other request runs.
 
     Args:
-        batch: a `castiron.vmfb.run.batch.Batch` or a `SingleSlot`; nothing else may use it.
+        batch: a `castiron.vmfb.run.batch.Batch`; nothing else may use it.
         observer: its methods are called when requests start, generate tokens and end.
         store: cache on disk for the KV caches of prompt prefixes.
         draft: draft model for speculative decoding.

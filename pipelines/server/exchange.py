@@ -137,7 +137,7 @@ async def answer_request(request: Request, work: Awaitable[Any], stream: bool | 
         return JSONResponse(result)
     exchange.job = result
     if stream:
-        return EventStream(result)
+        return StreamResponse(result)
     try:
         return JSONResponse(await finish(result.answer()))
     finally:
@@ -145,7 +145,7 @@ async def answer_request(request: Request, work: Awaitable[Any], stream: bool | 
             result.close()
 
 
-class EventStream(Response):
+class StreamResponse(Response):
     """An HTTP response that streams the events of a job.
 
     Each event is a JSON object, sent as a server-sent event or as a line of JSON. The name of a

@@ -12,13 +12,17 @@ from castiron.pipelines.api.api_errors import QueueFull, Stopping
 from castiron.pipelines.api.async_engine import AsyncEngine
 from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.request import Failed, Finished
-from castiron.pipelines.text.text_output import Delta
 from tests.engine.test_scheduler import Asked, FakeBatch, report
 
 
-async def ends(requests, count: int) -> None:
-    while sum(not isinstance(event, Delta) for r in requests for event in r.events) < count:
-        await asyncio.sleep(0.001)
+async def read(stream) -> None:
+    async for request, event in stream:
+        report(request, event)
+
+
+def submit(engine, *asked: Asked) -> asyncio.Task:
+    """Submit requests; return the task that reads their events."""
+    return asyncio.create_task(read(engine.submit([each.request for each in asked])))
 
 
 class GatedBatch(FakeBatch):
@@ -51,13 +55,12 @@ def engine_test(test, batch: FakeBatch | None = None):
 def test_rejects_requests_beyond_the_queue():
     async def test(engine):
         long = [Asked([3, i], 90, stop_tokens=[]) for i in range(4, 8)]
-        engine.submit([r.request for r in long], report)
+        reading = submit(engine, *long)
         pair = [Asked([5], 3), Asked([6], 3)]
         with pytest.raises(QueueFull, match="2 wait"):
-            engine.submit([r.request for r in pair], report)
+            submit(engine, *pair)
         assert engine.unfinished == 4
-        engine.submit([pair[0].request], report)
-        await ends([*long, pair[0]], 5)
+        await asyncio.gather(reading, submit(engine, pair[0]))
         assert engine.unfinished == 0 and not pair[1].events
         pair[0].check_as_single()
 
@@ -69,21 +72,22 @@ def test_a_cancelled_request_has_no_more_events_and_frees_its_slot():
 
     async def test(engine):
         long = [Asked([3, i], 90, stop_tokens=[]) for i in range(4, 9)]
-        engine.submit([r.request for r in long], report)
+        stream = engine.submit([each.request for each in long])
+        reading = asyncio.create_task(read(stream))
         batch.steps.release(5)
         while not long[0].events:
             await asyncio.sleep(0.001)
-        # The loop is blocked, so events of these steps wait for delivery.
+        # The loop is blocked, so events of these steps wait for their reader.
         batch.steps.release(5)
         time.sleep(0.02)
-        engine.cancel([r.request for r in long])
+        stream.close()
         batch.open = True
         batch.steps.release()
         reported = [len(r.events) for r in long]
         after = Asked([9, 9], 5)
-        engine.submit([after.request], report)
-        await ends([after], 1)
-        assert [len(r.events) for r in long] == reported
+        await submit(engine, after)
+        reading.cancel()
+        assert engine.unfinished == 0 and [len(r.events) for r in long] == reported
         assert not any(isinstance(e, Finished) for r in long for e in r.events)
         after.check_as_single()
 
@@ -93,16 +97,17 @@ def test_a_cancelled_request_has_no_more_events_and_frees_its_slot():
 def test_draining_finishes_requests_and_aborting_ends_them():
     async def test(engine):
         short, long = Asked([3], 2), Asked([4], 95, stop_tokens=[])
-        engine.submit([short.request], report)
+        reading = submit(engine, short)
         engine.drain()
         assert not engine.healthy
         with pytest.raises(Stopping, match="shutting down"):
-            engine.submit([long.request], report)
-        await ends([short], 1)
+            submit(engine, long)
+        await reading
         short.check_as_single()
-        engine._draining = False
-        engine.submit([long.request], report)
+        engine._is_draining = False
+        reading = submit(engine, long)
         engine.abort()
+        await reading
         assert isinstance(long.end, Failed) and isinstance(long.end.error, Stopping)
 
     engine_test(test)
@@ -113,12 +118,10 @@ def test_an_error_of_the_scheduler_itself_ends_requests_and_not_the_thread(capsy
         request, after = Asked([3], 5), Asked([4], 5)
         decode = engine.engine.scheduler._decode
         engine.engine.scheduler._decode = lambda events: 1 / 0
-        engine.submit([request.request], report)
-        await ends([request], 1)
+        await submit(engine, request)
         assert isinstance(request.end, Failed)
         engine.engine.scheduler._decode = decode
-        engine.submit([after.request], report)
-        await ends([after], 1)
+        await submit(engine, after)
         after.check_as_single()
 
     engine_test(test)

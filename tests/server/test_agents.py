@@ -21,7 +21,7 @@ from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.server import exchange
 from castiron.pipelines.server.app import open_app
-from castiron.pipelines.server.exchange import EventStream
+from castiron.pipelines.server.exchange import StreamResponse
 from castiron.pipelines.text.tokenizer import Tokenizer
 from tests.support import served
 
@@ -202,7 +202,7 @@ def test_a_stream_sends_comments_while_it_has_no_events(monkeypatch):
 
     async def stream() -> None:
         state = exchange.Exchange("client", b"", 60, None, False)
-        await EventStream(Job())({"path": "/", "state": {"exchange": state}}, receive, send)
+        await StreamResponse(Job())({"path": "/", "state": {"exchange": state}}, receive, send)
 
     asyncio.run(stream())
     assert sent[0]["status"] == 200 and sent[1]["body"].startswith(b": ")

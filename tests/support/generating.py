@@ -7,13 +7,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from castiron.pipelines.engine.engine import Engine, SingleSlot
+from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.sampling import Sampler
 from castiron.pipelines.text import generation
 from castiron.pipelines.text.generation import Stream, encode_prompt
 from castiron.pipelines.text.text_output import text_request
 from castiron.pipelines.text.tokenizer import Tokenizer
 from castiron.vmfb.bundle.bundle import Bundle
+from castiron.vmfb.run.batch import Batch
 from castiron.vmfb.run.session import Session
 
 
@@ -21,7 +22,7 @@ def Generation(
     session, prompt, *, text: Tokenizer | None = None, speculate: bool = False, draft=None, store=None, **options: Any
 ) -> TokenStream:  # fmt: skip
     """Return a stream of the tokens after `prompt`."""
-    model = session if isinstance(session, Session | Bundle | Path) else SingleSlot(session)
+    model = session if isinstance(session, Session | Bundle | Path) else Batch(session)
     engine = Engine(model, ngrams=speculate, draft=draft, store=store)
     stream = TokenStream(engine, text_request(prompt, engine.context, text, **options), reasoning=True)
     stream.session = session

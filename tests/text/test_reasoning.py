@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 
 from castiron.pipelines.cli import main as cli
 from castiron.pipelines.cli.run import AnswerOutput
-from castiron.pipelines.engine.engine import Engine, SingleSlot
+from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.request import Request, Token
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import open_app
@@ -23,6 +23,7 @@ from castiron.pipelines.text.conversation import Chat
 from castiron.pipelines.text.reasoning import Reasoning, ReasoningSplitter, marks_of
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
 from castiron.vmfb.bundle.bundle import open_bundle
+from castiron.vmfb.run.batch import Batch
 from tests.support import toy_text
 from tests.support.fake_session import FakeSession
 from tests.support.generating import Generation
@@ -145,7 +146,7 @@ def test_streams_separate_reasoning_only_on_request(text):
 
 def test_a_chat_does_not_send_earlier_reasoning(text):
     session = Scripted([*ids(text, "<think>ac</think>eg"), toy_text.EOS])
-    chat = Chat(Engine(SingleSlot(session)), text)
+    chat = Chat(Engine(Batch(session)), text)
     assert list(map(type, chat.answer("h")))[:1] == [Reasoning]
     assert chat.messages[-1] == {"role": "assistant", "content": "eg"}
 

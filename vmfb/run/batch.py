@@ -82,9 +82,16 @@ class Batch:
     B may be faster than one with a large B if the used slots are far apart.
     """
 
-    def __init__(self, bundle: Bundle | Path | str, threads: int | None = None):
-        """Load a bundle; if it has no function `decode_batch_B`, the batch has only one slot."""
-        bundle = open_bundle(bundle)
+    def __init__(self, source: Bundle | Path | str | Session, threads: int | None = None, single: bool = False):
+        """Load a bundle, or use an open session as the only slot.
+
+        single: whether to have one slot, as without functions `decode_batch_B`.
+        """
+        self._calls: dict[Span, tuple[Call, memoryview, memoryview]] = {}
+        if single or not isinstance(source, Bundle | Path | str):
+            self.slots, self.size = [Session(source, threads) if isinstance(source, Bundle | Path | str) else source], 1
+            return
+        bundle = open_bundle(source)
         states, self.size = bundle.manifest.states, max(bundle.manifest.widths("batch"), default=1)
         self.program = program = open_program(bundle, threads, self.size)
         buffers = [program.state((self.size * s.shape[0], *s.shape[1:]), s.dtype) for s in states]
@@ -94,7 +101,6 @@ class Batch:
 
         self.slots = [Session(program, states=slots(i, i + 1)) for i in range(self.size)]
         self._cover = Cover(self.size, costs_of(program.manifest))
-        self._calls: dict[Span, tuple[Call, memoryview, memoryview]] = {}
         for first, width in self._cover.spans:
             if width > 1:
                 tokens, positions = (program.zeros((width,), "i32") for _ in range(2))
@@ -108,22 +114,28 @@ class Batch:
         tokens: token ids by slot (the index of a sequence). The argmax is -1 if the logits are
         NaN. Raise SessionError, before any work, for an invalid slot or token, or a full context.
         """
-        for slot, token in tokens.items():
+        for slot in tokens:
             if not 0 <= slot < self.size:
                 raise SessionError(f"slot {slot} does not exist; the batch has slots 0 to {self.size - 1}")
+        if len(tokens) == 1:
+            return {slot: self._step_single(slot, token) for slot, token in tokens.items()}
+        for slot, token in tokens.items():
             session = self.slots[slot]
             if session.position >= session.context or not 0 <= token < session.vocab:
                 session._checked((token,))
         found: dict[int, int] = {}
         for first, width in self._cover.of(tuple(sorted(tokens))):
             if width == 1:
-                try:
-                    found[first] = self.slots[first].step(tokens[first])
-                except NanLogitsError:
-                    found[first] = -1
+                found[first] = self._step_single(first, tokens[first])
             else:
                 found |= self._step_together((first, width), tokens)
         return found
+
+    def _step_single(self, slot: int, token: int) -> int:
+        try:
+            return self.slots[slot].step(token)
+        except NanLogitsError:
+            return -1
 
     @exclusive
     def _step_together(self, span: Span, tokens: Mapping[int, int]) -> dict[int, int]:
