@@ -112,9 +112,7 @@ def build(
     if pooling is not None:
         _drop_unread_weights(module)
     if unread := sorted(orders.keys() - module.reordered):
-        raise EmitError(
-            f"cannot apply the column order (desc_act) of weights {shorten_list(unread)}; use a checkpoint with desc_act false"
-        )
+        raise EmitError(f"cannot apply the column orders of weights {shorten_list(unread)}")
     return module
 
 

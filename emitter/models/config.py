@@ -91,7 +91,7 @@ class ConfigReader:
         value = self.config.get(key)
         if value is None:
             if default is ...:
-                raise EmitError(f"the {self.model_type} config lacks {key!r}; add it to config.json")
+                raise EmitError(f"the {self.model_type} config lacks {key!r}")
             return default
         kinds = kinds if isinstance(kinds, tuple) else (kinds,)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -162,7 +162,7 @@ class ConfigReader:
         """
         types = self.layer_types(layers, (FULL, SLIDING), [SLIDING if slides(layer) else FULL for layer in range(layers)])
         if SLIDING in types and window is None:
-            raise EmitError(f"the {self.model_type} config lacks 'sliding_window' for its layers; add it to config.json")
+            raise EmitError(f"the {self.model_type} config lacks 'sliding_window' for its layers")
         return [window if type_ == SLIDING else None for type_ in types]
 
     def layer_types(self, layers: int, known: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:

@@ -89,8 +89,8 @@ def read(c: ConfigReader) -> Config:
     own = layers - shared
     if {bool(window) for window in windows[:own]} != {bool(window) for window in windows}:
         raise EmitError(
-            f"'num_kv_shared_layers' in the gemma4_text config is {shared}, which leaves all full-attention or all "
-            "sliding-window layers without a KV cache; reduce 'num_kv_shared_layers'"
+            f"the gemma4_text config is inconsistent: 'num_kv_shared_layers' is {shared}, which leaves all full-attention or "
+            "all sliding-window layers without a KV cache"
         )
     per_layer = c.take("hidden_size_per_layer_input", 256, minimum=0)
     return c.read(

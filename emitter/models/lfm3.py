@@ -36,7 +36,7 @@ def read(c: ConfigReader) -> Config:
     types = c.layer_types(layers, (CONV, FULL, SLIDING), kinds)
     window = c.nullable("sliding_window", 256)
     if window is None and SLIDING in types:
-        raise EmitError("the lfm3 config lacks 'sliding_window' for its layers; add it to config.json")
+        raise EmitError("the lfm3 config lacks 'sliding_window' for its layers")
     of_full, of_sliding = c.rotaries([head_dim] * 2, c.take("max_position_embeddings", 128000), *_ROPES)
     return c.read(
         Config,

@@ -56,8 +56,8 @@ class Mamba:
         head_dim = features // heads if stated == "auto" else stated
         if head_dim * heads != features:
             raise EmitError(
-                f"the Mamba heads in the {c.model_type} config have the wrong total size: {heads} heads ('mamba_n_heads') "
-                f"of size {shorten(stated)} ('mamba_d_head'); correct these keys so that heads x size is {features}"
+                f"the {c.model_type} config is inconsistent: {heads} Mamba heads ('mamba_n_heads') of size {shorten(stated)} "
+                f"('mamba_d_head') have {head_dim * heads} features, not {features}"
             )
         return cls(
             heads,

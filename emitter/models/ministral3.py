@@ -49,7 +49,7 @@ def read(c: ConfigReader) -> Config:
     entry = {**(c.take("rope_scaling", None, dict) or c.take("rope_parameters", _ROPE, dict))}
     beta = entry.pop("llama_4_scaling_beta", None)
     if not isinstance(beta, int | float):
-        raise EmitError("the ministral3 config lacks the number 'llama_4_scaling_beta' in its 'rope_parameters'; add it")
+        raise EmitError("the ministral3 config lacks the number 'llama_4_scaling_beta' in its 'rope_parameters'")
     entry.pop("max_position_embeddings", None)
     c.config |= {"rope_scaling": None, "rope_parameters": entry}
     head_dim = c.nullable("head_dim", 128) or c.take("hidden_size") // c.take("num_attention_heads")

@@ -20,7 +20,7 @@ import numpy as np
 from castiron.emitter.codecs import codec_of
 from castiron.emitter.codecs.quantise import convert
 from castiron.emitter.shorten import shorten, shorten_list, shorten_text
-from castiron.pipelines.checkpoints.checkpoint import EMBEDDINGS, HEAD, Checkpoint, CheckpointError, Tensor
+from castiron.pipelines.checkpoints.checkpoint import EMBEDDINGS, HEAD, Checkpoint, CheckpointError, Tensor, inconsistent
 from castiron.pipelines.checkpoints.hf.read_files import json_object, read_safetensors
 from castiron.pipelines.checkpoints.hf.tensor_layouts import adapter_tensors, is_transposed
 from castiron.pipelines.checkpoints.hf.tokenizer_files import HfTokenizer, read_tokenizer
@@ -174,9 +174,7 @@ def _config(path: Path) -> dict:
     for key, found in numbers.items():
         if not all(isinstance(n, int | float) and not isinstance(n, bool) and abs(n) < 2**31 for n in found):
             wanted = "an object of numbers" if key.endswith("pattern") else "a number"
-            raise CheckpointError(
-                f"{path / CONFIG}: {key} is {shorten(config[key])}, not {wanted} below 2**31; correct the file"
-            )
+            raise CheckpointError(f"{path / CONFIG}: {key} is {shorten(config[key])}, not {wanted} below 2**31")
     return config
 
 
@@ -187,21 +185,19 @@ def _of_pattern(patterns: Mapping[str, float], module: str, default: float, path
                 return value
         except (re.error, OverflowError) as error:
             why = shorten_text(str(error))
-            raise CheckpointError(f"{path / CONFIG} has the invalid pattern {shorten(key)} ({why}); correct the file") from None
+            raise CheckpointError(f"{path / CONFIG} has the invalid pattern {shorten(key)} ({why})") from None
     return default
 
 
 def _pair(path: Path, config: dict, module: str, sides: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, float]:
     if sides.keys() != {"A", "B"}:
-        raise CheckpointError(f"{path} has only one of the two LoRA matrices of {shorten_text(module)}; save the adapter again")
+        raise inconsistent(path, f"it has only one of the two LoRA matrices of {shorten_text(module)}")
     rank = _of_pattern(config["rank_pattern"], module, config["r"], path)
     alpha = _of_pattern(config["alpha_pattern"], module, config["lora_alpha"], path)
     a, b = sides["A"], sides["B"]
     if not len(a) == b.shape[1] == rank:
-        raise CheckpointError(
-            f"{path}: {shorten_text(module)} has LoRA matrices of rank {len(a)} and {b.shape[1]}, but {CONFIG} states {rank}; "
-            "save the adapter again"
-        )
+        ranks = f"of rank {len(a)} and {b.shape[1]}, but {CONFIG} states {rank}"
+        raise inconsistent(path, f"{shorten_text(module)} has LoRA matrices {ranks}")
     return b, a, alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
 
 

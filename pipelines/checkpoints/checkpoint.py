@@ -130,6 +130,11 @@ class Checkpoint:
     column_orders: Mapping[str, str] = field(default_factory=dict)
 
 
+def inconsistent(path: object, problem: str) -> CheckpointError:
+    """Return the error for a checkpoint whose parts contradict each other."""
+    return CheckpointError(f"{path} is inconsistent: {problem}")
+
+
 def map_file(path: Path) -> memoryview:
     """Map a regular file into memory, read-only; CheckpointError if it is empty or unreadable."""
     try:
@@ -168,7 +173,7 @@ def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tu
         for key in keys:
             value = config.get(key)
             if isinstance(value, int) and value > max_value:
-                raise CheckpointError(f"{path}: {key} is {shorten(value, 30)}, but {tensor_sizes}; download the model again")
+                raise inconsistent(path, f"{key} is {shorten(value, 30)}, but {tensor_sizes}")
 
 
 def without_shared(tensors: dict[str, Tensor], config: Mapping) -> dict[str, Tensor]:
@@ -211,9 +216,7 @@ def validate(checkpoint: Checkpoint, vocab: int) -> None:
     tokens += [(f"fim_{role}_token_id", token) for role, token in checkpoint.fim_token_ids.items()]
     for key, token in tokens:
         if token is not None and not 0 <= token < vocab:
-            raise CheckpointError(
-                f"{checkpoint.path}: {key} is {shorten_text(str(token))}, outside the vocabulary of {vocab}; correct the id"
-            )
+            raise inconsistent(checkpoint.path, f"{key} is {shorten_text(str(token))}, outside the vocabulary of {vocab}")
     check_finite(checkpoint)
 
 
@@ -254,9 +257,7 @@ def _check_tokenizer(content: Mapping[str, Any], path: object, vocab: int | None
     except PipelineError as error:
         raise CheckpointError(f"{path}: its tokenizer cannot be read ({error}); download the model again") from None
     if vocab is not None and largest >= vocab:
-        raise CheckpointError(
-            f"{path}: its tokenizer has id {largest}, but the vocabulary has {vocab} tokens; use the tokenizer of this model"
-        )
+        raise inconsistent(path, f"its tokenizer has id {largest}, but the vocabulary has {vocab} tokens")
     return data
 
 

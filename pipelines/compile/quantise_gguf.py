@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from castiron.emitter.codecs.quantise import convert
 from castiron.emitter.models import read_config
-from castiron.pipelines.checkpoints.checkpoint import Checkpoint, CheckpointError, Tensor, check_finite
+from castiron.pipelines.checkpoints.checkpoint import Checkpoint, Tensor, check_finite
 from castiron.pipelines.checkpoints.gguf import export
 from castiron.pipelines.checkpoints.gguf.gguf_file import Buffer, GgufFile, metadata_entry, padded, read_gguf, write_gguf
 from castiron.pipelines.checkpoints.gguf.hf_config import sampling_metadata
@@ -92,16 +91,15 @@ def _copied(checkpoint: Checkpoint, options: Options, importance: Importance) ->
 
 
 def _converted(file: GgufFile, tensor: Tensor, codec: str, names: list[str], importance: Importance) -> Tensor:
+    """Return a tensor in a codec; names: of the HF tensors in it, one or more in each of its matrices."""
+    if codec == tensor.codec:
+        return tensor
+
     def read() -> np.ndarray:
-        if codec == tensor.codec:
-            return tensor.data
         parts = tensor.data.reshape(-1, *tensor.data.shape[-2:])
-        # HF may split each part into several matrices, which have the same input.
         of_parts = [importance.get(names[index * len(names) // len(parts)]) for index in range(len(parts))]
-        try:
-            return np.stack([convert(tensor.codec, part, codec, own) for part, own in zip(parts, of_parts)])
-        except ValueError as error:
-            raise CheckpointError(f"cannot convert {tensor.name} of {file.path} to {codec}: {error}") from None
+        matrices = [replace(tensor, read=lambda part=part: part) for part in parts]
+        return np.stack([convert_tensor(matrix, codec, file.path, own) for matrix, own in zip(matrices, of_parts)])
 
     return replace(tensor, codec=codec, read=read)
 
@@ -110,10 +108,11 @@ def _exported(checkpoint: Checkpoint, options: Options, importance: Importance) 
     config, codecs = export.flat_config(checkpoint.config), codecs_of(checkpoint, options.weights, options.requantise)
 
     def read(name: str, codec: str, columns: np.ndarray | None) -> np.ndarray:
-        if columns is None:
-            return convert_tensor(checkpoint, name, codec, importance)
-        rows, own = np.ascontiguousarray(checkpoint.tensors[name].dequantise()[:, columns]), importance.get(name)
-        return convert("f32", rows.view(np.uint8), codec, None if own is None else own[columns])
+        tensor, own = checkpoint.tensors[name], importance.get(name)
+        if columns is not None:
+            rows = np.ascontiguousarray(tensor.dequantise()[:, columns]).view(np.uint8)
+            tensor, own = replace(tensor, codec="f32", read=lambda: rows), None if own is None else own[columns]
+        return convert_tensor(tensor, codec, checkpoint.path, own)
 
     tensors = export.export_tensors(checkpoint, config, codecs, read)
     (name, _), vocab = export.architecture_for(checkpoint), read_config(checkpoint.config).vocab

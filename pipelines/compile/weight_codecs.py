@@ -112,15 +112,14 @@ def _layer_of(name: str) -> int:
     return int(found[1]) if found else -1
 
 
-def convert_tensor(checkpoint: Checkpoint, name: str, codec: str, importance: Importance = UNIFORM) -> np.ndarray:
-    """Return a tensor's data in a codec."""
-    tensor = checkpoint.tensors[name]
+def convert_tensor(tensor: Tensor, codec: str, path: Path, importance: np.ndarray | None = None) -> np.ndarray:
+    """Return the data of a tensor of the checkpoint `path` in a codec."""
     if tensor.codec == codec:
         return tensor.data
     try:
-        return convert(tensor.codec, tensor.data, codec, importance.get(name))
+        return convert(tensor.codec, tensor.data, codec, importance)
     except ValueError as error:
-        raise CheckpointError(f"cannot convert {name} of {checkpoint.path} to {codec}: {error}") from None
+        raise CheckpointError(f"cannot convert {tensor.name} of {path} to {codec}: {error}") from None
 
 
 def write_parameters(
@@ -142,5 +141,8 @@ def write_parameters(
 def pack_parameter(checkpoint: Checkpoint, param: Param, importance: Importance = UNIFORM) -> np.ndarray:
     """Convert and pack the weights of one parameter into the array that functions read."""
     # A parameter may name a tensor several times. Convert it only once, because quantising is slow.
-    read = {source: convert_tensor(checkpoint, *source, importance) for source in dict.fromkeys(param.source.tensors)}
+    read = {
+        (name, codec): convert_tensor(checkpoint.tensors[name], codec, checkpoint.path, importance.get(name))
+        for name, codec in dict.fromkeys(param.source.tensors)
+    }
     return np.ascontiguousarray(param.source.pack(*(read[source] for source in param.source.tensors)))

@@ -234,7 +234,7 @@ def test_gate_and_up_of_an_expert_with_different_orders_are_rejected(tmp_path):
     name = "model.layers.0.mlp.experts.1.{}_proj.weight"
     orders = dict(checkpoint.column_orders)
     orders[name.format("gate")] = orders[name.format("down")]
-    with pytest.raises(EmitError, match=r"cannot apply the column order \(desc_act\) of .*experts.0.gate_proj"):
+    with pytest.raises(EmitError, match="cannot apply the column orders of .*experts.0.gate_proj"):
         build_model(replace(checkpoint, column_orders=orders), Options(context=64))
 
 
@@ -332,7 +332,7 @@ REJECTED = {
         {},
         "unsupported format: 'marlin-24'; supported are .*pack-quantized",
     ),
-    "a missing part": ({}, {"scales": lambda part: None}, "up_proj.weight: scales is missing; download"),
+    "a missing part": ({}, {"scales": lambda part: None}, "is inconsistent: .*up_proj.weight: scales is missing"),
     "3 bits": (
         {},
         {"qzeros": lambda part: np.zeros((1, 24), np.int32)},
@@ -341,7 +341,7 @@ REJECTED = {
     "a part of another shape": (
         {},
         {"scales": lambda part: part[:, :-8]},
-        r"up_proj.weight: qweight \[16, 256\] and qzeros \[1, 32\] do not fit scales \[1, 248\]; download",
+        r"up_proj.weight: qweight \[16, 256\] and qzeros \[1, 32\] do not fit scales \[1, 248\]",
     ),
     "groups of other sizes": (
         {},
@@ -362,7 +362,7 @@ def test_malformed_checkpoints_end_in_one_line(name, gptq_directory, tmp_path):
 def test_a_shape_of_bytes_is_rejected(tmp_path):
     directory, _ = made(tmp_path, "compressed-tensors int4 channel")
     path = changed(directory, tmp_path / "other", weight_shape=lambda shape: shape.astype(np.uint8))
-    with pytest.raises(CheckpointError, match=r"weight_packed \[256, 16\] does not fit weight_shape \[\]; download"):
+    with pytest.raises(CheckpointError, match=r"weight_packed \[256, 16\] does not fit weight_shape \[\]"):
         open_checkpoint(path)
 
 

@@ -139,7 +139,7 @@ def test_infinite_numbers_name_their_tensor(tmp_path):
     with pytest.raises(
         CheckpointError, match="model.layers.1.mlp.up_proj.weight .* to q4_0: q4_0 cannot store infinity or NaN"
     ):
-        convert_tensor(open_checkpoint(path), "model.layers.1.mlp.up_proj.weight", "q4_0")
+        convert_tensor(open_checkpoint(path).tensors["model.layers.1.mlp.up_proj.weight"], "q4_0", path)
 
 
 def test_a_quantised_bundle_gives_hfs_tokens(small, tmp_path):

@@ -224,7 +224,7 @@ def test_ignores_fields_of_hfs_base_config():
             {"time_step_limit": [2.0, 1.0]},
             "'time_step_limit' in the falcon_h1 config is .2.0, 1.0.; it must be .min, max. with 0 <= min <= max",
         ),
-        ("lfm3", {"sliding_window": None}, "the lfm3 config lacks 'sliding_window' for its layers; add it"),
+        ("lfm3", {"sliding_window": None}, "the lfm3 config lacks 'sliding_window' for its layers"),
         ("nemotron_h", {"tie_word_embeddings": True}, "config is True; only False is supported"),
         (
             "nemotron_h",

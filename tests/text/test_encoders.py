@@ -334,7 +334,7 @@ def test_reads_or_rejects_module_configs(qwen, tmp_path):
         (
             "config_sentence_transformers.json",
             lambda value: value.update(default_prompt_name="q"),
-            "has default_prompt_name 'q', but no such prompt",
+            "is inconsistent: default_prompt_name is 'q', but there is no such prompt",
         ),
     ):
         with pytest.raises(CheckpointError, match=why):

@@ -51,7 +51,7 @@ def rope_factors(config: dict, metadata: Metadata) -> None:
     if factors is None or np.all(factors == 1):
         return
     if config.get("rope_scaling"):
-        raise metadata.error("rope_freqs.weight and rope.scaling are given, but only one can apply; convert the model again")
+        raise metadata.inconsistent("it has both rope_freqs.weight and rope.scaling")
     factor = float(factors.max())
     if len(factors) * 2 == head_dim(config):
         expected = llama3_factors(head_dim(config), config["rope_theta"], factor, *_LLAMA3.values())
@@ -116,7 +116,7 @@ def phi3_rope(config: dict, metadata: Metadata) -> None:
     long, short = (_factors(metadata, f"rope_factors_{length}.weight") for length in ("long", "short"))
     if (long is None) != (short is None):
         absent = "long" if long is None else "short"
-        raise metadata.error(f"rope_factors_{absent}.weight is missing; convert the model again")
+        raise metadata.inconsistent(f"rope_factors_{absent}.weight is missing")
     if long is not None:
         config["rope_scaling"] = {"rope_type": "longrope", "long_factor": long.tolist(), "short_factor": short.tolist()}
         if attention_factor is not None:
@@ -129,8 +129,7 @@ def gemma4_ropes(config: dict, metadata: Metadata) -> None:
     rotated = 0 if factors is None else int((factors == 1).sum())
     if factors is None or len(factors) * 2 != config["global_head_dim"] or (factors[rotated:] < _NO_ROTATION).any():
         raise metadata.error(
-            "rope_freqs.weight is missing, or it is not a list of 1s and then 1e30s, one for every two features of a head "
-            "with full attention; convert the model again"
+            "rope_freqs.weight is not 1s and then 1e30s, one for every two features of a head with full attention"
         )
     for key, length in (("", "global_head_dim"), ("_swa", "head_dim")):
         if metadata.integer(f"rope.dimension_count{key}") not in (None, config[length]):
@@ -283,10 +282,8 @@ def gemma4_layers(config: dict, metadata: Metadata) -> None:
     config["num_key_value_heads"] = by_kind.get("sliding_attention", by_kind["full_attention"])
     config["attention_k_eq_v"] = not metadata.has(kinds.index("full_attention"), "attn_v.weight")
     if not config["attention_k_eq_v"] and len(set(kv_heads)) > 1:
-        raise metadata.error(
-            f"numbers of KV heads differ between layers: {sorted(set(kv_heads))}; give a file with equal "
-            "numbers, or one without attn_v.weight in layers with full attention"
-        )
+        numbers = f"{sorted(set(kv_heads))} KV heads; with attn_v.weight in layers with full attention"
+        raise metadata.error(f"layers have {numbers}, castiron supports only one number")
     _gemma4_widths(config, metadata)
     config["head_dim"], config["global_head_dim"] = (_gemma4_head(metadata, ending) for ending in ("_swa", ""))
     config.setdefault("hidden_size_per_layer_input", 0)
@@ -355,11 +352,8 @@ def latent_attention(config: dict, metadata: Metadata) -> None:
                 raise metadata.invalid(f"attention.{side}_length", wanted)
         key, value = own
     if not key or not value or key <= rotated:
-        raise metadata.error(
-            f"invalid size of keys or values in a head: {key or 0} and {value or 0}; keys must have more "
-            f"than {rotated} features (rope.dimension_count) and values more than 0, so download the file "
-            "again"
-        )
+        sizes = f"keys of {key or 0} features, of which {rotated} rotate, and values of {value or 0}"
+        raise metadata.inconsistent(f"a head has {sizes}")
     config |= {"qk_nope_head_dim": key - rotated, "v_head_dim": value, "head_dim": rotated}
     config["num_key_value_heads"] = config["num_attention_heads"]
 

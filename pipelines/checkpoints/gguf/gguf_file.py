@@ -17,7 +17,7 @@ import numpy as np
 
 from castiron.emitter.codecs import CODECS
 from castiron.emitter.shorten import shorten
-from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor, map_file
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor, inconsistent, map_file
 from castiron.pipelines.locate import parts_of
 
 CODEC_OF_GGML_TYPE = {
@@ -140,14 +140,12 @@ def read_gguf(path: Path) -> GgufFile:
             raise CheckpointError(f"{path.parent / name}: no such file; download all {count} parts of the model")
         part = _read_part(path.parent / name)
         if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
-            raise CheckpointError(f"{part.path} is not part {number + 1} of {count}; download the file again")
+            raise inconsistent(path, f"{part.path.name} is not part {number + 1} of {count}")
         if twice := sorted(file.tensors.keys() & part.tensors.keys()):
-            raise CheckpointError(f"{part.path}: tensor {shorten(twice[0])} is in two parts; download all parts again")
+            raise inconsistent(path, f"tensor {shorten(twice[0])} is in two parts")
         file.tensors.update(part.tensors)
     if stated not in (None, len(file.tensors)):
-        raise CheckpointError(
-            f"{path}: its parts have {len(file.tensors)} tensors, not {shorten(stated)}; download all parts again"
-        )
+        raise inconsistent(path, f"its parts have {len(file.tensors)} tensors, not {shorten(stated)}")
     return file
 
 

@@ -160,7 +160,7 @@ def hf_config(file: GgufFile) -> dict:
     if embedding is None:
         raise CheckpointError(f"{file.path}: token_embd.weight is missing; download the complete model")
     if len(embedding.shape) != 2:
-        raise metadata.error(f"token_embd.weight has {len(embedding.shape)} dimensions, not 2; download the file again")
+        raise metadata.inconsistent(f"token_embd.weight has {len(embedding.shape)} dimensions, not 2")
     config["vocab_size"] = embedding.shape[0]
     if unread := metadata.unread():
         raise metadata.error(f"unknown metadata may change the result: {shorten_list(unread)}; ignore a key with --ignore-key")
@@ -203,14 +203,10 @@ def _check_sizes(config: dict, metadata: Metadata, row: Architecture) -> None:
         for name in _EXPERTS_USED:
             config.pop(name, None)
     elif metadata.integer("expert_count") and not config.keys() & _EXPERTS_USED:
-        raise metadata.error(
-            f"{config['model_type']} models with experts ({metadata.prefix}expert_count) are not supported; give another model"
-        )
+        raise metadata.error(f"{config['model_type']} models with experts ({metadata.prefix}expert_count) are not supported")
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     if kv_heads == 0 or heads % kv_heads:
-        raise metadata.error(
-            f"{heads} attention heads are not a multiple of {kv_heads} key-value heads; download the file again"
-        )
+        raise metadata.inconsistent(f"{heads} attention heads are not a multiple of {kv_heads} key-value heads")
     for key in {"attention.key_length", "attention.value_length"}.difference(row.by_layer):
         if metadata.integer(key) not in (None, head_dim(config)):
             raise metadata.invalid(key, f"{head_dim(config)}, the size of a head")

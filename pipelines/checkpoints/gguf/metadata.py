@@ -6,7 +6,7 @@ import numbers
 import numpy as np
 
 from castiron.emitter.shorten import shorten
-from castiron.pipelines.checkpoints.checkpoint import CheckpointError
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError, inconsistent
 from castiron.pipelines.checkpoints.gguf.gguf_file import GgufFile
 
 # Keys that `unread` does not list, because they repeat the tensors' shapes, do not change the logits
@@ -30,11 +30,14 @@ class Metadata:
     def error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.file.path}: {message}")
 
+    def inconsistent(self, problem: str) -> CheckpointError:
+        return inconsistent(self.file.path, problem)
+
     def invalid(self, key: str, wanted: str) -> CheckpointError:
         """Return the error for a value that is not `wanted`."""
         value = self.get(key)
         stated = shorten(value.tolist() if isinstance(value, np.ndarray) else value, 40)
-        return self.error(f"{self.prefix}{key} is {stated}, not {wanted}; convert the model again")
+        return self.error(f"{self.prefix}{key} is {stated}, not {wanted}")
 
     def get(self, key: str, default=None):
         """Return the value of a key without a check of its type."""
@@ -73,7 +76,7 @@ class Metadata:
         """Return a positive integer; CheckpointError if the file lacks the key."""
         value = self.integer(key)
         if not value:
-            raise self.error(f"metadata key {self.prefix}{key} is {'missing' if value is None else 0}; download the file again")
+            raise self.error(f"metadata key {self.prefix}{key} is {'missing' if value is None else 0}")
         return value
 
     def by_layer(self, key: str) -> list[int]:

@@ -14,7 +14,15 @@ import numpy as np
 from castiron.emitter.codecs import CODECS, with_scale
 from castiron.emitter.shorten import shorten, shorten_text
 from castiron.pipelines.checkpoints.chat_templates import join_templates
-from castiron.pipelines.checkpoints.checkpoint import HEAD, Checkpoint, CheckpointError, Tensor, without, without_shared
+from castiron.pipelines.checkpoints.checkpoint import (
+    HEAD,
+    Checkpoint,
+    CheckpointError,
+    Tensor,
+    inconsistent,
+    without,
+    without_shared,
+)
 from castiron.pipelines.checkpoints.column_order import ORDER, column_orders
 from castiron.pipelines.checkpoints.gguf.architectures import Architecture
 from castiron.pipelines.checkpoints.gguf.config_rules import RULES_OF_ROPE_TENSOR
@@ -96,7 +104,7 @@ def _times(path: Path, tensor: Tensor, scale: Tensor) -> Tensor:
     shape = (1 if len(tensor.shape) == 2 else tensor.shape[0], *(1,) * (len(tensor.shape) - 1))
     if prod(scale.shape) not in (1, shape[0]):
         numbers = f"{prod(scale.shape)} numbers, not 1 or {shape[0]}"
-        raise CheckpointError(f"{path}: {shorten_text(scale.source)} has {numbers}; download the file again")
+        raise inconsistent(path, f"{shorten_text(scale.source)} has {numbers}")
     read = lambda: with_scale(tensor.data, scale.dequantise().reshape(-1, *shape[1:]))
     return replace(tensor, codec="nvfp4_scaled", read=read)
 
@@ -113,7 +121,7 @@ def hf_tensors(file: GgufFile, row: Architecture, config: dict) -> dict[str, Ten
         for tensor in _named(file, row, config, stored):
             if tensor.name in tensors:
                 names = " and ".join(map(shorten_text, (tensors[tensor.name].source, stored.name)))
-                raise CheckpointError(f"{file.path}: {names} both contain {shorten_text(tensor.name)}; download the file again")
+                raise inconsistent(file.path, f"{names} both contain {shorten_text(tensor.name)}")
             tensors[tensor.name] = tensor
     return tensors
 
@@ -145,15 +153,13 @@ def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> I
         keys, values = (file.tensors.get(f"blk.{layer}.{name}.{suffix}") for name in leaves)
         if keys is None or values is None:
             absent = f"blk.{layer}.{leaves[0] if keys is None else leaves[1]}.{suffix}"
-            raise CheckpointError(f"{file.path} has {shorten_text(tensor.name)} without {absent}; download the file again")
+            raise inconsistent(file.path, f"it has {shorten_text(tensor.name)} without {absent}")
         if leaf == leaves[0]:
             yield _joined_key_values(file, keys, values, f"{prefix}{row.absorbed[leaves]}.{suffix}")
     elif layer and leaf in row.grouped:
         parts = key_head_parts(config, row.grouped[leaf])
         if tensor.shape[0] != (rows := sum(map(len, parts.values()))):
-            raise CheckpointError(
-                f"{file.path}: {shorten_text(tensor.source)} has {tensor.shape[0]} rows, not {rows}; download the file again"
-            )
+            raise inconsistent(file.path, f"{shorten_text(tensor.source)} has {tensor.shape[0]} rows, not {rows}")
         for name, part in parts.items():
             read = lambda part=part: tensor.data[part]
             yield replace(tensor, name=f"{prefix}{name}.{suffix}", shape=(len(part), *tensor.shape[1:]), read=read)
@@ -171,7 +177,7 @@ def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> I
 def _check_rank(file: GgufFile, tensor: Tensor, *ranks: int) -> None:
     if len(tensor.shape) not in ranks:
         dimensions = f"{len(tensor.shape)} dimensions, not {' or '.join(map(str, ranks))}"
-        raise CheckpointError(f"{file.path}: {shorten_text(tensor.source)} has {dimensions}; download the file again")
+        raise inconsistent(file.path, f"{shorten_text(tensor.source)} has {dimensions}")
 
 
 def _minus_one(tensor: Tensor) -> Tensor:
@@ -219,7 +225,7 @@ def _joined_key_values(file: GgufFile, keys: Tensor, values: Tensor, name: str) 
     """
     if (len(keys.shape), len(values.shape)) != (3, 3) or keys.shape[:2] != values.shape[::2]:
         k, v = (f"{shorten_text(tensor.source)} {list(tensor.shape)}" for tensor in (keys, values))
-        raise CheckpointError(f"{file.path}: the shapes of {k} and {v} do not fit each other; download the file again")
+        raise inconsistent(file.path, f"the shapes of {k} and {v} do not fit each other")
     (heads, latent, key), value = keys.shape, values.shape[1]
     codec = keys.codec if keys.codec == values.codec and not CODECS[keys.codec].quantised else "f32"
 
@@ -286,9 +292,7 @@ def _unpermuted(path: Path, tensor: Tensor, heads: int) -> Tensor:
     """Undo llama.cpp's reordering of rows from [heads, 2, d / 2] to [heads, d / 2, 2]."""
     out = tensor.shape[0]
     if out % (2 * heads):
-        raise CheckpointError(
-            f"{path}: {shorten_text(tensor.source)} has {out} rows, not a multiple of {2 * heads}; download the file again"
-        )
+        raise inconsistent(path, f"{shorten_text(tensor.source)} has {out} rows, not a multiple of {2 * heads}")
     if len(tensor.shape) == 1 and CODECS[tensor.codec].quantised:
         raise CheckpointError(
             f"{path}: the bias {shorten_text(tensor.source)} is quantised; convert the model again with biases in f32"

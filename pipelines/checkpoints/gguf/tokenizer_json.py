@@ -72,7 +72,7 @@ def _merges_of_file(vocabulary: Vocabulary, ids: dict[str, int]) -> Iterator[tup
         at = merge.find(" ", 1)  # the left token may be a space
         left, right = merge[:at], merge[at + 1 :]
         if at < 0 or left not in ids or right not in ids or left + right not in ids:
-            raise vocabulary.error(f"the merge {shorten(merge)} uses or makes an unknown token; convert the model again")
+            raise vocabulary.inconsistent(f"the merge {shorten(merge)} uses or makes an unknown token")
         yield left, right
 
 
@@ -121,14 +121,12 @@ def _raw_steps(adds_prefix: bool) -> dict[str, dict]:
 def _merges_of_vocabulary(vocabulary: Vocabulary, tokens: list[str], ids: dict[str, int]) -> list[tuple[str, str]]:
     """Compute merges from tokens: by score or, for Gemma, by id of the token that a merge makes."""
     if sum(len(token) ** 2 for token in tokens) > _MAX_SQUARES:
-        raise vocabulary.error(
-            f"the texts of the {len(tokens):,} tokens are too long for a SentencePiece vocabulary; download the file again"
-        )
+        raise vocabulary.error(f"the texts of the {len(tokens):,} tokens are too long for a SentencePiece vocabulary")
     ranks: Iterable[float] = range(len(tokens))
     if vocabulary.file.metadata.get("general.architecture") not in _RANKED_BY_ID:
         scores = vocabulary.numbers("scores")
         if scores is None:
-            raise vocabulary.error("tokenizer.ggml.scores and tokenizer.ggml.merges are both missing; convert the model again")
+            raise vocabulary.error("tokenizer.ggml.scores and tokenizer.ggml.merges are both missing")
         ranks = [-score for score in scores.tolist()]
     ranked = sorted(
         (rank, -len(left), -len(right), left, right)

@@ -84,7 +84,7 @@ class Vocabulary(Metadata):
         value = self.get(key)
         if not isinstance(value, list) or not value:
             problem = "missing" if value is None else "empty" if isinstance(value, list) else "not a list of strings"
-            raise self.error(f"{PREFIX}{key} is {problem}; download the file again")
+            raise self.error(f"{PREFIX}{key} is {problem}")
         return value
 
     def numbers(self, key: str) -> np.ndarray | None:
@@ -93,9 +93,7 @@ class Vocabulary(Metadata):
         if value is None:
             return None
         if not isinstance(value, np.ndarray) or len(value) != len(self.tokens):
-            raise self.error(
-                f"{PREFIX}{key} is not a list of {len(self.tokens)} numbers, one for each token; convert the model again"
-            )
+            raise self.inconsistent(f"{PREFIX}{key} is not a list of {len(self.tokens)} numbers, one for each token")
         return value
 
     def types(self) -> list[int]:

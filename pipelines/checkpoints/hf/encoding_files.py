@@ -13,7 +13,7 @@ import numpy as np
 from castiron.emitter.layers.pooling import Dense, Pooling
 from castiron.emitter.models import ENCODERS
 from castiron.emitter.shorten import shorten, shorten_list, shorten_text
-from castiron.pipelines.checkpoints.checkpoint import EMBEDDINGS, HEAD, CheckpointError, Encoding, Tensor
+from castiron.pipelines.checkpoints.checkpoint import EMBEDDINGS, HEAD, CheckpointError, Encoding, Tensor, inconsistent
 from castiron.pipelines.checkpoints.hf.read_files import json_object, json_value, read_safetensors
 
 MODULES = "modules.json"
@@ -39,8 +39,7 @@ def read_encoding(path: Path, config: dict) -> Encoding | None:
     if [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"] or modules[0][1]:
         kinds = shorten_text(", ".join(kind for kind, _ in modules[:2])) or "no modules"
         raise CheckpointError(
-            f"{path / MODULES} begins with unsupported modules: {kinds}; the first must be Transformer, with an empty "
-            "'path', and the second Pooling"
+            f"{path / MODULES} begins with unsupported modules: {kinds}; supported are Transformer, with no path, and Pooling"
         )
     pooling, tensors = Pooling(_mode(path / modules[1][1]), normalised=False), {}
     for kind, folder in modules[2:]:
@@ -53,10 +52,8 @@ def read_encoding(path: Path, config: dict) -> Encoding | None:
             stored = read_safetensors(path / folder / _TENSORS)
             tensors |= {(name := f"{folder}.{leaf}"): replace(tensor, name=name) for leaf, tensor in stored.items()}
         elif kind != "Dropout":  # only training uses it
-            raise CheckpointError(
-                f"{path / MODULES}: unsupported module in this place: {shorten_text(kind)}; give a model that "
-                "has after Pooling only Dense modules, and then at most one Normalize"
-            )
+            supported = "supported after Pooling are Dense modules and then one Normalize"
+            raise CheckpointError(f"{path / MODULES}: unsupported module in this place: {shorten_text(kind)}; {supported}")
     named, default = _prompts(path)
     limits = next((json_object(file) or {} for file in sorted(path.glob(_LIMITS))), {})
     max_tokens = _tokens(limits.get("max_seq_length")) or tokenizer_limit(path)
@@ -75,12 +72,10 @@ def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
     stated = json_object(path / _PROMPTS) or {}
     texts, default = stated.get("prompts") or {}, stated.get("default_prompt_name")
     if not isinstance(texts, dict):
-        raise CheckpointError(f"{path / _PROMPTS}: prompts is {shorten(texts)}, not an object; download the file again")
+        raise CheckpointError(f"{path / _PROMPTS}: prompts is {shorten(texts)}, not an object")
     named = {name: text for name, text in texts.items() if isinstance(text, str)}
     if default is not None and (not isinstance(default, str) or default not in named):
-        raise CheckpointError(
-            f"{path / _PROMPTS} has default_prompt_name {shorten(default)}, but no such prompt; correct the file"
-        )
+        raise inconsistent(path / _PROMPTS, f"default_prompt_name is {shorten(default)}, but there is no such prompt")
     return named, default
 
 
@@ -89,7 +84,7 @@ def _module(path: Path, entry: Any) -> tuple[str, str]:
         folder = entry["path"]
         if folder == Path(folder).name != ".." and len(folder) < 100 and folder.isprintable():
             return entry["type"].rpartition(".")[2], folder
-    raise CheckpointError(f"{path / MODULES}: module {shorten(entry)} lacks a valid type or path; download the file again")
+    raise CheckpointError(f"{path / MODULES}: module {shorten(entry)} lacks a valid type or path")
 
 
 def _mode(folder: Path) -> str:
@@ -103,7 +98,7 @@ def _mode(folder: Path) -> str:
         found = shorten_list(map(str, modes), max_length=100) if modes else "missing"
         raise CheckpointError(f"{folder}: the pooling mode is {found}; it must be one of {', '.join(_MODES)}")
     if config.get("include_prompt") is False and modes != ["lasttoken"]:
-        raise CheckpointError(f"{folder}: include_prompt is false, which only pooling mode lasttoken supports; set it to true")
+        raise CheckpointError(f"{folder}: include_prompt is false, which only pooling mode lasttoken supports")
     return _MODES[modes[0]]
 
 
@@ -117,11 +112,9 @@ def _dense(folder: Path, name: str) -> Dense:
     if (source := config.get("module_input_name", _EMBEDDING)) != _EMBEDDING:
         raise CheckpointError(f"{folder}: module_input_name is {shorten(source)}; only {_EMBEDDING!r} is supported")
     if not isinstance(features, int) or features < 1:
-        raise CheckpointError(
-            f"{folder}: out_features is {shorten(features)}, not an integer above 0; download the model again"
-        )
+        raise CheckpointError(f"{folder}: out_features is {shorten(features)}, not an integer above 0")
     if not isinstance(bias, bool):
-        raise CheckpointError(f"{folder}: bias is {shorten(bias)}, not true or false; download the model again")
+        raise CheckpointError(f"{folder}: bias is {shorten(bias)}, not true or false")
     return Dense(name, features, bias, _ACTIVATIONS[activation])
 
 
@@ -224,7 +217,7 @@ def read_token_reranker(
     if not scores and not (is_causal and template and stated is None):
         return None
     if template is None:
-        raise CheckpointError(f"{path}: the chat template lacks the roles query and document; give a template that has them")
+        raise inconsistent(path, "the chat template lacks the roles query and document")
     own = _config(path / scores[0]) if scores else {}
     model = tokenizer.get("model")
     vocabulary = dict(found) if isinstance(model, dict) and isinstance(found := model.get("vocab"), dict) else {}
@@ -234,7 +227,7 @@ def read_token_reranker(
     if scores and "false_token_id" in own and ids[1] is None:
         del ids[1]
     if head is None or not all(type(index) is int and 0 <= index < head.shape[0] for index in ids):
-        raise CheckpointError(f"{path}: the tokens of its scores are {shorten(ids)}, not token ids; download the model again")
+        raise inconsistent(path, f"the tokens of its scores are {shorten(ids)}, not token ids")
 
     def read() -> np.ndarray:
         rows = head.dequantise()[ids]
@@ -261,9 +254,7 @@ def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> E
             f"{path} is a {shorten_text(kind)}; supported are only {known} and decoder classifiers with one label"
         )
     if not isinstance(config.get("hidden_size"), int):
-        raise CheckpointError(
-            f"{path}: hidden_size is {shorten(config.get('hidden_size'))}, not a number; download the file again"
-        )
+        raise CheckpointError(f"{path}: hidden_size is {shorten(config.get('hidden_size'))}, not a number")
     pooling = head.pooling(config)
     activations = _ACTIVATIONS.values()
     if head is not _DECODER and pooling.mode not in ("cls", "mean"):

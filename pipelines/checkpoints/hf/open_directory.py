@@ -12,6 +12,7 @@ from castiron.pipelines.checkpoints.checkpoint import (
     Checkpoint,
     CheckpointError,
     Tensor,
+    inconsistent,
     is_ignorable,
     reject_impossible_sizes,
     without,
@@ -52,7 +53,7 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
     if full_config is None:
         raise CheckpointError(f"{path} has no config.json; give a directory as HF's save_pretrained writes it")
     if not isinstance(full_config.get("model_type"), str):
-        raise CheckpointError(f"{path / CONFIG} has no model_type; download the file again")
+        raise CheckpointError(f"{path / CONFIG} has no model_type")
     if not any((path / name).exists() for name in (SINGLE, INDEX)) and full_config["model_type"] not in TEXT_PARTS:
         # Report an unsupported model first, because downloading the missing weights would not help.
         family(full_config)
@@ -63,7 +64,7 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
     config = without(text_config(full_config, stored), ignore_keys, path / CONFIG)
     config.pop("quantization_config", None)
     if not isinstance(config.get("model_type"), str):
-        raise CheckpointError(f"{path / CONFIG} has no model_type in its text_config; download the file again")
+        raise CheckpointError(f"{path / CONFIG} has no model_type in its text_config")
     generation = json_object(path / GENERATION) or {}
     tensors, left_out = text_tensors(full_config["model_type"], stored)
     left_out |= scales
@@ -121,13 +122,11 @@ def shards_of(path: Path) -> dict[str, list[str] | None]:
         raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}; save the model as safetensors")
     files = index.get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(shard, str) for shard in files.values()):
-        raise CheckpointError(f"{path / INDEX} has no weight_map of tensor names to files; download the file again")
+        raise CheckpointError(f"{path / INDEX} has no weight_map of tensor names to files")
     shards: dict[str, list[str] | None] = {}
     for name, shard in files.items():
         if Path(shard).name != shard or "\0" in shard or len(shard.encode()) > _MAX_NAME:
-            raise CheckpointError(
-                f"{path / INDEX}: {shorten_text(name)} is in {shorten(shard)}, which is not a file name; download it again"
-            )
+            raise CheckpointError(f"{path / INDEX}: {shorten_text(name)} is in {shorten(shard)}, which is not a file name")
         shards.setdefault(shard, []).append(name)
     return shards
 
@@ -148,11 +147,9 @@ def tensors_of(path: Path, is_quantised: bool) -> dict[str, Tensor]:
             raise CheckpointError(f"{path / shard} is missing, but {INDEX} lists it; download the complete model")
         stored = read_safetensors(path / shard, allow_parts=is_quantised)
         if absent := sorted(name for name in set(expected or ()) - set(stored) if not is_ignorable(name)):
-            raise CheckpointError(f"{path / shard} lacks {shorten_list(absent)}, which {INDEX} lists; download the file again")
+            raise inconsistent(path, f"{shard} lacks {shorten_list(absent)}, which {INDEX} lists")
         if twice := stored.keys() & tensors.keys():
-            raise CheckpointError(
-                f"{path / shard} has tensor {shorten_text(min(twice))}, which is also in another shard; download all again"
-            )
+            raise inconsistent(path, f"{shard} has tensor {shorten_text(min(twice))}, which is also in another shard")
         tensors |= stored
     return tensors
 
@@ -161,7 +158,7 @@ def _token_ids(path: Path, key: str, *sources: dict) -> tuple[int, ...]:
     value = next((source[key] for source in sources if source.get(key) is not None), [])
     tokens = value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
-        raise CheckpointError(f"{path}: {key} is {shorten(value)}, not a token id; download the file again")
+        raise CheckpointError(f"{path}: {key} is {shorten(value)}, not a token id")
     return tuple(tokens)
 
 

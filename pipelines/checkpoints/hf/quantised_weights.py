@@ -24,7 +24,7 @@ import numpy as np
 from castiron.emitter.codecs import codec_of, with_scale
 from castiron.emitter.codecs.scaled import FP4, NF4, SCALE_TYPES, join, scaled_codec
 from castiron.emitter.shorten import shorten_text
-from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor
+from castiron.pipelines.checkpoints.checkpoint import CheckpointError, Tensor, inconsistent
 from castiron.pipelines.checkpoints.column_order import ORDER
 from castiron.pipelines.checkpoints.hf.quantisation_methods import ZERO_POINTS, layout_of, weights_of
 
@@ -59,12 +59,15 @@ class Stored:
     config: Mapping
     parts: Mapping[str, Tensor]
 
+    def inconsistent(self, problem: str) -> CheckpointError:
+        return inconsistent(self.path, f"{shorten_text(self.name)}: {problem}")
+
     def error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {shorten_text(self.name)}: {message}")
 
     def __getitem__(self, part: str) -> Tensor:
         if (tensor := self.parts.get(part)) is None:
-            raise self.error(f"{part} is missing; download the model again")
+            raise self.inconsistent(f"{part} is missing")
         return tensor
 
     def scales(self, part: str) -> Tensor:
@@ -100,10 +103,8 @@ class Stored:
         rows, columns = self._group(found, shape)
         codec_name = scaled_codec(kind, gcd(columns, shape[1]), scales.codec)
         if codec_name is None:
-            raise self.error(
-                f"unsupported size of quantisation groups: {columns} columns in rows of {shape[1]}; give a "
-                "checkpoint in which both are multiples of 32"
-            )
+            groups = f"groups of {columns} columns in rows of {shape[1]}"
+            raise self.error(f"unsupported quantisation {groups}; both must be multiples of 32")
         codec = codec_of(codec_name)
         of_blocks = np.arange(shape[0])[:, None] // rows, np.arange(shape[1] // codec.block) * codec.block // columns
 
@@ -129,7 +130,7 @@ class Stored:
         indices = tensor.data.view("<i4").reshape(-1) if tensor.codec == "I32" else np.zeros(0, np.int32)
         order = np.argsort(indices, kind="stable")
         if len(indices) != inner or inner % groups or (indices[order] != np.arange(inner) // (inner // groups)).any():
-            raise self.error(f"{part} does not divide the {inner} columns into {groups} equal groups; download the model again")
+            raise self.inconsistent(f"{part} does not divide the {inner} columns into {groups} equal groups")
         return None if (order == np.arange(inner)).all() else order
 
     def _group(self, scales: tuple[int, ...], shape: tuple[int, int]) -> tuple[int, int]:
@@ -141,7 +142,7 @@ class Stored:
             return block
         if scales[0] == out and inner % scales[1] == 0:
             return 1, inner // scales[1]
-        raise self.error(f"scales {list(scales)} do not fit the shape {list(shape)}; download the model again")
+        raise self.inconsistent(f"scales {list(scales)} do not fit the shape {list(shape)}")
 
 
 def block_of(config: Mapping) -> tuple[int, int]:
@@ -149,6 +150,10 @@ def block_of(config: Mapping) -> tuple[int, int]:
     sizes = config.get("weight_block_size") or weights_of(config).get("block_structure") or _BLOCK
     is_valid = isinstance(sizes, list | tuple) and len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
     return tuple(sizes) if is_valid else _BLOCK
+
+
+def _described(part: str, tensor: Tensor) -> str:
+    return f"{part} {list(tensor.shape)} of type {tensor.codec}"
 
 
 def _unpacked(tensor: Tensor, bits: int, by_rows: bool = False) -> np.ndarray:
@@ -184,10 +189,8 @@ def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
     inner = qweight.shape[0] if is_awq else qweight.shape[0] * 32 // bits
     words = (inner, out * bits // 32) if is_awq else (inner * bits // 32, out)
     if qweight.shape != words or qzeros.shape != (groups, out * bits // 32) or {qweight.codec, qzeros.codec} != {"I32"}:
-        raise stored.error(
-            f"qweight {list(qweight.shape)} and qzeros {list(qzeros.shape)} do not fit scales {list(scales.shape)}; "
-            "download the model again"
-        )
+        shapes = f"qweight {list(qweight.shape)} and qzeros {list(qzeros.shape)}"
+        raise stored.inconsistent(f"{shapes} do not fit scales {list(scales.shape)}")
     if is_awq:
         ordered = lambda numbers: numbers.reshape(len(numbers), -1, 8)[:, :, _AWQ_INDICES].reshape(len(numbers), -1)
         zeros = lambda: ordered(_unpacked(qzeros, bits)).view(np.int8)
@@ -209,7 +212,7 @@ def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
 
     def checked() -> np.ndarray:
         if (zeros() != half).any():
-            raise stored.error(f"qzeros has zero points other than {half}, although `sym` is true; download the model again")
+            raise stored.inconsistent(f"qzeros has zero points other than {half}, although `sym` is true")
         return codes()
 
     return stored.tensor(f"int{bits}", (out, inner), scales, checked, transposed=True, order=order)
@@ -238,16 +241,11 @@ def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
     integers = {"I64": "<i8", "I32": "<i4"}.get(of_shape.codec)
     shape = tuple(of_shape.data.view(integers).reshape(-1).tolist()) if integers else ()
     if len(shape) != 2 or len(packed.shape) != 2 or packed.codec != "I32" or min(shape) < 1:
-        raise stored.error(
-            f"weight_packed {list(packed.shape)} does not fit weight_shape {list(shape)}; download the model again"
-        )
+        raise stored.inconsistent(f"weight_packed {list(packed.shape)} does not fit weight_shape {list(shape)}")
     out, inner = shape
     bits = 32 * packed.shape[1] // inner
     if bits not in (4, 8) or packed.shape != (out, -(-inner * bits // 32)):
-        raise stored.error(
-            f"weight_packed {list(packed.shape)} does not store a weight {list(shape)} in 4 or 8 bits; "
-            "give a checkpoint with 4 or 8 bits, or if this is one, download it again"
-        )
+        raise stored.error(f"weight_packed {list(packed.shape)} does not store a weight {list(shape)} in 4 or 8 bits")
     order = stored.order("weight_g_idx", inner, scales.shape[1])
     codes = lambda: _codes(_unpacked(packed, bits)[:, :inner], bits)
     zero_points = stored.parts.get("weight_zero_point")
@@ -259,10 +257,7 @@ def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
     elif zero_points.codec == "I32" and zero_points.shape == (-(-out * bits // 32), scales.shape[1]):
         zeros = lambda: _codes(_unpacked(zero_points, bits, by_rows=True)[:, :out].T, bits).view(np.int8)
     else:
-        raise stored.error(
-            f"weight_zero_point {list(zero_points.shape)} does not fit weight_scale {list(scales.shape)}; "
-            "download the model again"
-        )
+        raise stored.inconsistent(f"weight_zero_point {list(zero_points.shape)} does not fit weight_scale {list(scales.shape)}")
     return stored.tensor(f"uint{bits}", shape, scales, codes, zeros, order=order)
 
 
@@ -272,15 +267,13 @@ def _nvfp4(stored: Stored, part: str, of_tensor: str, is_divisor: bool) -> tuple
     out, inner = packed.shape[0], 2 * packed.shape[-1]
     types = packed.codec, scales.codec, second.codec
     if scales.shape != (out, inner // 16) or inner % 64 or types != ("U8", "F8_E4M3", "f32") or prod(second.shape) != 1:
-        raise stored.error(
-            f"{part} {list(packed.shape)} of type {packed.codec} and weight_scale {list(scales.shape)} of type "
-            f"{scales.codec} do not have the layout of nvfp4; download the model again"
-        )
+        both = f"{_described(part, packed)} and {_described('weight_scale', scales)}"
+        raise stored.inconsistent(f"{both} do not have the layout of nvfp4")
 
     @np.errstate(divide="ignore")  # `check_finite` finds a divisor of 0
     def read() -> np.ndarray:
         if (scales.data > _LARGEST_E4M3).any():
-            raise stored.error("weight_scale has negative or NaN scales; download the model again")
+            raise stored.inconsistent("weight_scale has negative or NaN scales")
         # A block of 64 has 4 scales; of every 16 codes, the first 8 are in the low halves of 8 bytes.
         runs = np.stack([packed.data & 15, packed.data >> 4], axis=-1).reshape(out, inner // 16, 2, 8)
         codes = (runs[:, :, 0] | runs[:, :, 1] << 4).reshape(out, inner // 64, 32)
@@ -306,23 +299,21 @@ def _bitsandbytes_4_bits(stored: Stored) -> tuple[Tensor, ...]:
         if any(type(n) is not int or n < 1 for n in (out, inner, size, nested)) or fields["quant_type"] != kind:
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise stored.error(f"{_STATES[kind]} has no valid shape, blocksize and quant_type; download the model again") from None
+        raise stored.inconsistent(f"{_STATES[kind]} has no valid shape, blocksize and quant_type") from None
     quant_map, absmax = stored["weight.quant_map"], stored["weight.absmax"]
     blocks, codec = -(-out * inner // size), "U8" if "nested_blocksize" in fields else "f32"
     if quant_map.codec != "f32" or quant_map.data.tobytes() != np.array(_TABLES[kind], "<f4").tobytes():
-        raise stored.error(f"quant_map is not the table of {kind}; download the model again")
+        raise stored.inconsistent(f"quant_map is not the table of {kind}")
     if prod(packed.shape) * 2 != out * inner or inner % 2 or absmax.shape != (blocks,) or absmax.codec != codec:
-        raise stored.error(
-            f"a weight of {prod(packed.shape)} bytes with absmax {list(absmax.shape)} of type {absmax.codec} "
-            f"does not fit the shape in quant_state: {[out, inner]}; download the model again"
-        )
+        weight = f"a weight of {prod(packed.shape)} bytes with {_described('absmax', absmax)}"
+        raise stored.inconsistent(f"{weight} does not fit the shape in quant_state: {[out, inner]}")
     if codec == "U8":
         of_nested = stored["weight.nested_absmax"], stored["weight.nested_quant_map"]
         sizes = [prod(part.shape) for part in of_nested]
         if {part.codec for part in of_nested} != {"f32"} or sizes != [-(-blocks // nested), 256]:
-            raise stored.error(
-                f"wrong sizes or types of nested_absmax and nested_quant_map: {sizes[0]} and {sizes[1]} numbers, "
-                f"instead of {-(-blocks // nested)} and 256 of type f32; download the model again"
+            wanted = f"{-(-blocks // nested)} and 256 of type f32"
+            raise stored.inconsistent(
+                f"nested_absmax and nested_quant_map have {sizes[0]} and {sizes[1]} numbers, not {wanted}"
             )
 
     def scales() -> np.ndarray:
@@ -348,10 +339,7 @@ def _bitsandbytes_int8(stored: Stored) -> tuple[Tensor, ...]:
     read = lambda: (largest.data.view("<f4") / _LARGEST_INT8).view(np.uint8)
     scales = replace(largest, shape=(prod(largest.shape), 1), read=read)
     if largest.codec != "f32" or weight.codec != "I8" or len(weight.shape) != 2 or scales.shape[0] != weight.shape[0]:
-        raise stored.error(
-            f"SCB {list(largest.shape)} of type {largest.codec} does not fit a weight {list(weight.shape)}; "
-            "download the model again"
-        )
+        raise stored.inconsistent(f"{_described('SCB', largest)} does not fit a weight {list(weight.shape)}")
     return stored.tensor("int8", weight.shape, scales, lambda: weight.data)
 
 
@@ -364,16 +352,11 @@ def _scaled(stored: Stored) -> tuple[Tensor, ...]:
     scales = stored.scales("weight_scale_inv" if "weight_scale_inv" in stored.parts else "weight_scale")
     zero_points = stored.parts.get("weight_zero_point")
     if len(weight.shape) != 2 or weight.codec == "U8":
-        raise stored.error(
-            f"a weight {list(weight.shape)} of type {weight.codec} is not valid for {stored.config['quant_method']}; "
-            "download the model again"
-        )
+        raise stored.inconsistent(f"{_described('a weight', weight)} is not valid for {stored.config['quant_method']}")
     if zero_points is not None:
         if zero_points.codec != "I8" or weight.codec != "I8" or prod(zero_points.shape) != prod(scales.shape):
-            raise stored.error(
-                f"weight_zero_point {list(zero_points.shape)} of type {zero_points.codec} does not fit a weight of type "
-                f"{weight.codec} with scales {list(scales.shape)}; download the model again"
-            )
+            weights = f"a weight of type {weight.codec} with scales {list(scales.shape)}"
+            raise stored.inconsistent(f"{_described('weight_zero_point', zero_points)} does not fit {weights}")
         zeros = lambda: zero_points.data.view(np.int8).reshape(scales.shape)
         return stored.tensor("uint8", weight.shape, scales, lambda: weight.data, zeros)
     kind = "e4m3" if weight.codec == "F8_E4M3" else "int8"

@@ -227,7 +227,7 @@ def _from_vocabulary(path: Path, kind: _Class, fields: Mapping) -> dict | None:
 def _numbered(path: Path, decoder: Any) -> Iterator[tuple[int, dict]]:
     for number, value in (decoder if isinstance(decoder, dict) else {}).items():
         if not number.isdecimal():
-            raise CheckpointError(f"{path}: added_tokens_decoder has id {shorten_text(number)}, not a number; correct the file")
+            raise CheckpointError(f"{path}: added_tokens_decoder has id {shorten_text(number)}, not a number")
         yield int(number), _token(path, value)
 
 
@@ -235,7 +235,7 @@ def _token(path: Path, value: Any, special: bool | None = None) -> dict[str, Any
     """Return an entry of added_tokens, without id; the defaults are AddedToken's."""
     given = {"content": value, "special": True} if isinstance(value, str) else value
     if not isinstance(given, dict) or not isinstance(given.get("content"), str):
-        raise CheckpointError(f"{path} has the special token {shorten(value)}, which is not a text; correct the file")
+        raise CheckpointError(f"{path} has the special token {shorten(value)}, which is not a text")
     is_special = given.get("special") is True if special is None else special
     normalized = given.get("normalized")
     flags = {name: given.get(name) is True for name in _FLAGS}
@@ -258,7 +258,7 @@ def _with_old_files(path: Path, fields: Mapping, content: Mapping) -> tuple[dict
     decoder = {}
     for text, number in (json_object(path / _ADDED) or {}).items():
         if not isinstance(number, int) or isinstance(number, bool):
-            raise CheckpointError(f"{path / _ADDED}: the id of {shorten_text(text)} is {shorten(number)}; correct the file")
+            raise CheckpointError(f"{path / _ADDED}: the id of {shorten_text(text)} is {shorten(number)}, not a number")
         decoder[number] = _token(path, {"content": text}, text in special)
     # A special token has the flags that these files give it, even if tokenizer.json has another token of its id.
     of_text = {token["content"]: token for token in decoder.values()}
