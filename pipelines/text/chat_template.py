@@ -29,12 +29,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 def render(
     template: str, messages: Sequence[Mapping], *, special_tokens: Mapping[str, str] | None = None, **variables: Any
 ) -> str:
-    """Return the text of a conversation, rendered by the Jinja `template`.
-
-    messages: {"role", "content"} each. special_tokens: text of special tokens by name, such as
-    bos_token. variables: other variables of the template, such as enable_thinking. Raises
-    PipelineError if the template is invalid, rejects the messages or exceeds a limit.
-    """
+    """Render a conversation; raise PipelineError for an invalid template or rejected messages."""
     known = {"add_generation_prompt": True, "tools": None, "documents": None, **(special_tokens or {}), **variables}
     pieces, characters, deadline = [], 0, time.thread_time() + SECONDS
     compiled = _compiled(template)
@@ -78,10 +73,7 @@ def reads_tools(template: str | None) -> bool:
 
 
 def check_variables(template: str | None, given: Mapping[str, object]) -> None:
-    """Raise PipelineError if `given` has a variable that `template` does not read.
-
-    given: values of variables by name.
-    """
+    """Raise PipelineError if `given` has a variable that `template` does not read."""
     known = variables_of(template) if given and template else []
     for name in given:
         if name not in known:
@@ -92,10 +84,7 @@ def check_variables(template: str | None, given: Mapping[str, object]) -> None:
 
 @lru_cache(maxsize=8)
 def _names(template: str) -> tuple[set[str], set[str]]:
-    """Return (variables that the template reads, global names that Jinja defines).
-
-    Both sets are empty if the template is invalid.
-    """
+    """Return (variables that the template reads, global names that Jinja defines)."""
     from jinja2 import TemplateError, meta
 
     environment = _environment()
@@ -118,10 +107,7 @@ def _compiled(template: str) -> Any:
 
 @cache
 def _environment() -> Any:
-    """Return a Jinja environment that renders chat templates as HF transformers does.
-
-    {% generation %} blocks, which only mark the tokens to train on, are rendered as their content.
-    """
+    """Return a Jinja environment that renders chat templates as HF transformers does."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

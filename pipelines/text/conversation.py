@@ -32,14 +32,8 @@ Progress = Callable[[int, int], None]
 class Chat:
     """A conversation: its messages, and the engine that answers them.
 
-    A turn is a user message and its answer. Every turn renders all messages, and the model reads
-    only the tokens after the prefix that is in the cache.
-
-    Attributes:
-        messages: {"role", "content"} each, the system message first if there is one.
-        dropped: number of messages that the last turn dropped to free space.
-        stream: `Stream` of the last answer.
-        max_tokens: max tokens of an answer; None for no limit but the context.
+    max_tokens: None for no limit but the context. dropped: number of messages that the last turn
+    dropped to free space. stream: of the last answer.
     """
 
     def __init__(
@@ -65,12 +59,11 @@ class Chat:
         self.messages += others
 
     def answer(self, message: str, progress: Progress | None = None) -> Iterator[str]:
-        """Send a message, and yield pieces of the answer as they are generated.
+        """Send a message, and yield pieces of the answer, those of reasoning as `Reasoning`.
 
-        Pieces of the model's reasoning have the type `Reasoning`, all others are str. progress:
-        called with (prompt tokens read, all prompt tokens). If the iterator is closed early, the
-        answer so far stays in the conversation. Raises PipelineError, and leaves the conversation
-        unchanged, if the message does not fit in the context.
+        progress: called with (prompt tokens read, all prompt tokens). If the iterator is closed
+        early, the answer so far stays. Raise PipelineError if the message does not fit in the
+        context.
         """
         return self._answer([*self.messages, {"role": "user", "content": message}], progress)
 
@@ -115,12 +108,7 @@ class Chat:
                 self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
 
     def _fit(self, messages: list[dict]) -> tuple[list[dict], list[int], int]:
-        """Drop the oldest turns if the context has too little space left for an answer.
-
-        If turns are dropped, at least a quarter of the context is freed, so that the next turns fit
-        too. Returns (messages that are left, their token ids, number of messages dropped). Raises
-        PipelineError if the last message alone does not fit.
-        """
+        """Return (messages without the oldest turns, if needed; their ids; number dropped)."""
         context = self.engine.context
         needed = max(1, min(self.max_tokens or context, context // SHARE))
         head = 1 if messages[0]["role"] == "system" else 0
@@ -156,11 +144,7 @@ class Chat:
             raise PipelineError(f"cannot write {path}: {reason(error)}") from None
 
     def load(self, path: str | Path) -> None:
-        """Load the messages of a file that `save` wrote, and the states (KV cache) beside it.
-
-        Raises PipelineError, and leaves the conversation unchanged, for any other file. Prints a
-        message if the states cannot be used; then the next turn reads the conversation again.
-        """
+        """Load the messages that `save` wrote, and the states beside them if they fit."""
         try:
             messages = json.loads(Path(path).read_text("utf-8"))["messages"]
             is_valid = isinstance(messages, list) and all(message["role"] in ROLES for message in messages)

@@ -41,10 +41,8 @@ _TOKEN = re.compile(rf"<[^<>\s]*>|\[[A-Z_/]+\]|\s+|{ID}|\w+|.", re.DOTALL)
 def tool_format_of(template: str | None, special_tokens: Mapping[str, str] = {}) -> ToolFormat | None:
     """Return the format in which a chat template writes tool calls; None if it is unknown.
 
-    The template renders test calls, and the format is derived from the rendered text. If this
-    fails, the first format in KNOWN whose identifying text is in the template is used. In both
-    cases, parsing the rendered text with the format must give the test calls. This is not checked
-    if the template renders no calls, or for the format "harmony".
+    It is derived from rendered calls, else the first of KNOWN whose text is in the template.
+    Parsing the rendered calls must give them back.
     """
     if not template:
         return None
@@ -80,11 +78,7 @@ class _Probe:
             return None
 
     def calls(self, arguments: Sequence[Mapping[str, Any]]) -> str | None:
-        """Render a message with test tool calls, and return the part of the text that is the calls.
-
-        arguments: the arguments of each call, by name. Text around the calls, such as the start and
-        the end of the assistant's turn, is removed. Returns None if the template renders no calls.
-        """
+        """Return the part of a rendered message that is its calls; None if there are none."""
         given = [
             {"id": id_, "type": "function", "function": {"name": name, "arguments": json.dumps(each) if self.as_text else each}}
             for id_, name, each in zip(IDS, NAMES, arguments)
@@ -116,14 +110,9 @@ class _Probe:
         return None
 
     def _form(self, style: str, before: str, head: str, body: str, after: str, rest: str) -> ToolFormat:
-        """Derive the tool format by comparing the text of one rendered call with the text of two.
+        """Compare the text of one call with that of two.
 
-        The difference shows which text surrounds each call, and which surrounds all calls together.
-
-        style: how the arguments of a call are written. before, head, body, after: text of one call
-        before the function's name, between name and arguments, the arguments, and after them. rest:
-        text of two calls from the end of the first function's name on; "" if the template allows
-        only one call.
+        rest: two calls from the end of the first one's name on; "" if only one call is allowed.
         """
         fields: dict[str, Any] = {}
         if style == "tags":
@@ -144,12 +133,7 @@ class _Probe:
         return ToolFormat(style, begin, head, end, separator, section_begin, section_end, **fields)
 
     def _tags(self, head: str, body: str, after: str) -> tuple[str, str, dict[str, Any]]:
-        """Find the tags around keys and values of a call, as in <parameter=key>value</parameter>.
-
-        head: text between the function's name and the first key. body: text from the first key to
-        the last value. after: text after the last value. Returns (`head` without the first key's
-        tag, `after` without the last value's tag, dict of the tags as fields of `ToolFormat`).
-        """
+        """Return `head` and `after` without the tags of arguments, and the tags as fields."""
         first, _, rest = (head + body + after).partition("k_one")
         key_end, _, rest = rest.partition("v_one")
         between, _, rest = rest.partition("k_two")
@@ -197,12 +181,7 @@ class _Probe:
 
 
 def _split(text: str) -> tuple[str, str, str, str, str] | None:
-    """Split the text of a rendered tool call into the parts around its name and arguments.
-
-    Returns (style, text before the function's name, text between name and arguments, arguments,
-    text after the arguments). The style is how arguments are written, as in `ToolFormat.style`.
-    Returns None if the style is unknown.
-    """
+    """Return (style, text before the name, text after it, arguments, text after them), or None."""
     before, _, rest = text.partition(NAMES[0])
     before = _with_ids(before)
     for style, pattern in STYLES.items():
@@ -228,12 +207,7 @@ def _with_ids(text: str) -> str:
 
 
 def _without_turn(text: str, ends: Sequence[str], tail: str, marks: Marks) -> str:
-    """Remove reasoning and the end of the turn from the text of a turn with tool calls.
-
-    text: a rendered assistant's turn. ends: texts that end a turn. tail: the text that the template
-    writes after an answer without calls; it is removed from the end if none of `ends` is found.
-    marks: pairs of the tags around reasoning, such as ("<think>", "</think>").
-    """
+    """Remove reasoning and the end of the turn from the text of a turn with tool calls."""
     start = text.index(NAMES[0])
     for _, end in marks:
         text = text[:start].rpartition(end)[2] + text[start:]

@@ -51,10 +51,7 @@ class Embedder:
         self._running = threading.Lock()
 
     def prompt(self, name: str | None = None) -> str:
-        """Return the text of the model's prompt `name`, by default of its default prompt, if any.
-
-        The prompt is put before a text. Raises PipelineError if the model has no such prompt.
-        """
+        """Return the model's prompt `name`, by default its default prompt, if any."""
         name = self.facts.default_prompt if name is None else name
         if name is not None and name not in self.facts.prompts:
             known = ", ".join(self.facts.prompts) or "none"
@@ -62,11 +59,7 @@ class Embedder:
         return "" if name is None else self.facts.prompts[name]
 
     def tokens(self, text: Given, prompt: str = "") -> Tokens:
-        """Return the tokens of `prompt` + `text`.
-
-        If `text` is a list of token ids, these are returned, without the prompt. A long text is
-        truncated. Raises PipelineError if there are no tokens, or too many ids.
-        """
+        """Return the tokens of `prompt` + `text`, cut to the limit; of ids, these if they fit."""
         if isinstance(text, str):
             # Remove white space at the ends, as sentence-transformers does.
             text = (prompt + text).strip()
@@ -86,12 +79,7 @@ class Embedder:
         return Tokens(found.ids, bool(found.overflowing)), found.type_ids
 
     def relevance_inputs(self, query: str, documents: Sequence[str]) -> list[Tokens]:
-        """Return the model inputs, as tokens, that are needed to rank `documents` for a query.
-
-        A reranking model has one input per document: the query and the document together. An
-        embedding model has one more: first the query, then each document. Give the model's outputs
-        for these inputs to `relevance`.
-        """
+        """Return a reranker's pairs, or for an embedding model the query and then each document."""
         if self.facts.relevance:
             return [self._pair(query, document) for document in documents]
         before = [self.prompt(next((n for n in names if n in self.facts.prompts), None)) for names in (QUERY, DOCUMENT)]
@@ -130,11 +118,9 @@ class Embedder:
         return Tokens([token + shift * (kind > 0) for token, kind in zip(found.ids, types)], found.cut)
 
     def relevance(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the relevance of each document to the query, f64 [documents].
+        """Return the relevance of each document, f64 [documents]; vectors: of `relevance_inputs`.
 
-        vectors: the model's output for each of `relevance_inputs`. The relevance is the score of a
-        reranking model or, for an embedding model, the cosine similarity of the query and the
-        document.
+        It is a reranker's score or, for an embedding model, the cosine with the query.
         """
         found = np.array(vectors, np.float64)
         if self.facts.relevance:
@@ -144,10 +130,7 @@ class Embedder:
         return found[1:] @ found[0]
 
     def rerank(self, query: str, documents: Sequence[str]) -> list[tuple[int, float]]:
-        """Return (index, relevance to the query) of each document, the most relevant one first.
-
-        Prints how many documents were truncated.
-        """
+        """Return (index, relevance to the query) of each document, the most relevant one first."""
         tokens = self.relevance_inputs(query, documents)
         print_cut(tokens, self.facts.max_tokens)
         return ranked(self.relevance([self.vector(found) for found in tokens])) if documents else []
@@ -162,10 +145,7 @@ class Embedder:
             raise PipelineError(f"dimensions is {dimensions}; {self.name} supports 1 to {self.hidden}")
 
     def vector(self, tokens: Tokens, dimensions: int | None = None) -> np.ndarray:
-        """Return the output of the model for a text, f32 [dimensions].
-
-        dimensions: return only this many numbers from the start; by default, all.
-        """
+        """Return the output of the model for a text, f32 [dimensions]."""
         self.check_dimensions(dimensions)
         with self._running:
             found = self.encoder.encode(tokens.ids)
@@ -177,10 +157,7 @@ class Embedder:
     ) -> np.ndarray:  # fmt: skip
         """Return the embeddings of texts, f32 [texts, dimensions]; print how many were truncated.
 
-        Args:
-            prompt_name: which of the model's prompts to put before each text.
-            prompt: a text to use instead of the model's prompt.
-            dimensions: return only this many numbers from the start of each vector.
+        prompt: instead of the model's prompt `prompt_name`. dimensions: the first of each vector.
         """
         self.check_vectors()
         before = self.prompt(prompt_name) if prompt is None else prompt
@@ -198,8 +175,7 @@ def ranked(scores: np.ndarray) -> list[tuple[int, float]]:
 def cut_to(vector: np.ndarray, dimensions: int | None, normalised: bool) -> np.ndarray:
     """Shorten an embedding to its first `dimensions` numbers; None for all.
 
-    The model must be trained for this (Matryoshka, arXiv:2205.13147). normalised: whether to scale
-    a shortened vector to length 1.
+    The model must be trained for this (Matryoshka, arXiv:2205.13147).
     """
     if dimensions is None or dimensions == vector.size:
         return vector

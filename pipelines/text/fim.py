@@ -43,20 +43,10 @@ CUTS = 8
 
 @dataclass(frozen=True)
 class Fim:
-    """A builder of fill-in-the-middle (FIM) prompts for one model.
+    """A builder of fill-in-the-middle (FIM) prompts, which have a prefix and a suffix.
 
-    A prompt consists of a prefix and a suffix. The model then generates the text between them.
-
-    Attributes:
-        tokenizer: the model's tokenizer.
-        special: encodes the texts of special tokens in prefix and suffix as plain text.
-        prefix: id of the FIM token before the prefix.
-        suffix: id of the FIM token before the suffix.
-        middle: id of the FIM token that ends the prompt; None if the model has no such token.
-        repository: id of the token before a repository's name, or None.
-        file: id of the token before the name of each other file, or None.
-        ends: ids of tokens that end the generated text, besides the tokenizer's end tokens.
-        suffix_first: whether the suffix comes before the prefix.
+    prefix, suffix, middle, repository, file: ids of the tokens before these parts; `middle` ends
+    the prompt. ends: ids that end the generated text, besides the tokenizer's end tokens.
     """
 
     tokenizer: Tokenizer
@@ -72,16 +62,10 @@ class Fim:
     def prompt(
         self, prefix: str, suffix: str, files: Sequence[tuple[str, str]] = (), max_tokens: int | None = None
     ) -> list[int]:
-        """Return the token ids of a prompt, after which the model generates the text in the middle.
+        """Return the token ids of a prompt; files: (name, text) of other files.
 
-        Args:
-            prefix: the text before the generated text.
-            suffix: the text after the generated text.
-            files: (name, text) of other files, which the prompt shows before the prefix.
-            max_tokens: max length of the prompt; None for no limit. To shorten a prompt, files are
-                left out, starting with the first one. Then the start of the prefix and the end of
-                the suffix are cut off. If both are long, the prefix gets three quarters of the
-                space.
+        max_tokens: None for no limit. Files are left out first, then the start of the prefix and
+        the end of the suffix; if both are long, the prefix gets three quarters of the space.
         """
         head = [self.tokenizer.bos] if self.tokenizer.encode("")[:1] == [self.tokenizer.bos] else []
         before, after = self._encode(prefix), self._encode(suffix, joined=True)
@@ -111,10 +95,9 @@ class Fim:
         return [self.file, *self._encode(f"{name}\n")]
 
     def _encode(self, text: str, joined: bool = False) -> list[int]:
-        """Return the token ids of a text, in which special tokens are encoded as plain text.
+        """Return the token ids of a text, in which special tokens are plain text.
 
-        joined: whether the text directly follows other text. If so, the space that SentencePiece
-        puts before a text is left out, as the FIM prompts of CodeLlama and Mistral require.
+        joined: the text follows other text, so SentencePiece's space before it is left out.
         """
         if not text:
             return []
@@ -132,21 +115,16 @@ class Fim:
 
 
 def _last(tokens: list[int], space: int) -> list[int]:
-    """Return the last tokens, at most `space` of them.
+    """Return the last tokens, at most `space`; a multiple of space // CUTS is cut off.
 
-    The number of tokens that are cut off is a multiple of space // CUTS. So while a user types and
-    the text grows, most prompts start at the same token as the previous prompt, whose KV cache can
-    then be reused.
+    While a text grows, most prompts then start at the same token, whose KV cache can be reused.
     """
     step = max(space // CUTS, 1)
     return tokens[-(-max(len(tokens) - space, 0) // step) * step :]
 
 
 def fim_of(tokenizer: Tokenizer) -> Fim:
-    """Return the builder of fill-in-the-middle (FIM) prompts for a tokenizer.
-
-    Raise PipelineError if the tokenizer has no FIM tokens.
-    """
+    """Return the builder of a tokenizer's prompts; raise PipelineError if it has no such tokens."""
     name, number = tokenizer.backend.id_to_token, tokenizer.backend.token_to_id
     known = lambda names: [token for each in names if (token := number(each)) is not None]
     family = next((names for names in FAMILIES if all(number(each) is not None for each in names if each)), ("", "", ""))
@@ -164,14 +142,10 @@ def fim_of(tokenizer: Tokenizer) -> Fim:
 
 
 class LineStops(StopStrings):
-    """A filter that ends a generated text at a stop string, or at a line break by two more rules.
+    """A filter that ends a text at a stop string, or at a line break by two more rules.
 
-    Args:
-        strings: the stop strings; the text ends before the first of them.
-        indent: the text ends before a line that starts with fewer than `indent` spaces and tabs.
-            The first line and blank lines don't count.
-        seconds: time from the first piece of text on, after which the text ends at the next line
-            break; None for no limit.
+    indent: it ends before a line after the first with fewer spaces and tabs. seconds: after this
+    time it ends at the next line break; None for no limit.
     """
 
     def __init__(self, strings: Collection[str], indent: int = 0, seconds: float | None = None):

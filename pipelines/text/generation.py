@@ -36,11 +36,7 @@ NO_PROMPTS = bytes | bytearray | Mapping
 def encode_prompt(
     prompt: Any, tokenizer: Tokenizer | None, vocab: int, template_args: Mapping[str, Any] = {}
 ) -> Collection[int]:
-    """Return the token ids of a prompt; raise PipelineError if it is not valid for this model.
-
-    prompt: text, chat messages or token ids; without a tokenizer, only token ids. vocab: number of
-    tokens in the model's vocabulary. template_args: variables for the chat template.
-    """
+    """Return the token ids of a prompt; raise PipelineError if it is not valid for this model."""
     if tokenizer and isinstance(prompt, str):
         return tokenizer.encode(prompt)
     if tokenizer and is_messages(prompt):
@@ -56,21 +52,13 @@ def encode_prompt(
 
 
 def check_token_ids(ids: Iterable[int], vocab: int, where: str = "") -> None:
-    """Raise PipelineError if an id is outside a vocabulary of `vocab` tokens.
-
-    where: start of the error message.
-    """
+    """Raise PipelineError if an id is outside a vocabulary of `vocab` tokens."""
     if outside := [token for token in ids if not 0 <= token < vocab]:
         raise PipelineError(f"{where}token {outside[0]} is outside the vocabulary; give ids from 0 to {vocab - 1}")
 
 
 def encode_question(text: str, tokenizer: Tokenizer, system: str | None, raw: bool) -> list[int]:
-    """Return the token ids of a user's text, rendered by the chat template.
-
-    system: the system message, or None. raw: whether to encode only the text, without the chat
-    template; this is also done if the model has none. Raise PipelineError if there is a system
-    message, but the template is not used.
-    """
+    """Return the token ids of a user's text, rendered by the chat template, unless `raw`."""
     if raw or tokenizer.chat_template is None:
         if system:
             raise PipelineError("--system needs a chat template; remove --raw, or use a model with a template")
@@ -84,11 +72,7 @@ def is_messages(prompt: Any) -> bool:
 
 
 def is_prompt(value: Any) -> bool:
-    """Return whether `value` is one prompt, and not a list of prompts.
-
-    One prompt is a str, a list of token ids, or a list of chat messages. What is neither a prompt
-    nor a list counts as a prompt, which `encode_prompt` rejects.
-    """
+    """Return whether `value` is one prompt, and not a list of prompts."""
     if isinstance(value, str | NO_PROMPTS) or not isinstance(value, Iterable):
         return True
     ids = isinstance(value, Collection) and bool(len(value)) and all(isinstance(token, Integral) for token in value)
@@ -98,24 +82,11 @@ def is_prompt(value: Any) -> bool:
 class Stream(Iterator[str]):
     """An iterator over the pieces of a text that an engine generates for one request.
 
-    A piece never ends inside a character or a stop string. Without a tokenizer, each piece is a
-    token id, written as text. The model runs only while the caller waits for a piece, and the times
-    count only this waiting.
-
-    Attributes:
-        tokens: ids of the tokens generated so far.
-        finish_reason: why the text ended, such as "stop" or "length"; None before the end.
-        repeated: whether the text was ended because it went on repeating itself.
-        steps: number of generated tokens, not counting the first.
-        prefill_seconds: time until the first token was generated.
-        decode_seconds: time to generate all later tokens.
+    The model runs only while the caller waits for a piece, and the times count only this waiting.
+    finish_reason: None before the end. steps: tokens after the first.
     """
 
     def __init__(self, engine: Engine, request: Request, *, reasoning: bool = False):
-        """Create a stream, which submits the request when it is first read.
-
-        reasoning: whether to yield the model's reasoning too, in pieces of type `Reasoning`.
-        """
         self.request, self._engine, self._reasoning = request, engine, reasoning
         self._events = engine.stream()
         self._pieces: deque[str] = deque()
@@ -129,10 +100,7 @@ class Stream(Iterator[str]):
         return self._pieces.popleft()
 
     def read(self) -> list[Event]:
-        """Wait for the next events of the request and return them; return [] after the end.
-
-        If the request failed, raise its error.
-        """
+        """Wait for events and return them, [] after the end; raise a failed request's error."""
         start = time.monotonic()
         if not self._start:
             self._start = start
@@ -202,15 +170,9 @@ class Stream(Iterator[str]):
 
 @dataclass(frozen=True)
 class Result:
-    """The text that was generated for one of several prompts, or the error of a prompt.
+    """The generated text, None without a tokenizer, and token ids of a prompt; or its error.
 
-    Attributes:
-        index: index of the prompt.
-        tokens: ids of the generated tokens.
-        text: the generated text; None without a tokenizer.
-        finish_reason: "stop", "length", "context" (the context is full), or "error".
-        error: why the prompt could not run, or None.
-        receipt: with the option `receipt`, what `castiron audit` needs.
+    receipt: with the option `receipt`, what `castiron audit` needs.
     """
 
     index: int
@@ -226,11 +188,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Scored:
-    """The tokens of a text and their log-probabilities.
+    """The tokens of a text and their log-probabilities, f64 [tokens], NaN for the first.
 
-    tokens: the token ids. logprobs: f64 [tokens], with NaN for the first token, which has no
-    log-probability. top: for each token after the first, (id, log-probability) of the most probable
-    tokens at its position.
+    top: the most probable (id, log-probability) at each token after the first.
     """
 
     tokens: list[int]
@@ -246,11 +206,8 @@ class Scored:
 def generate_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> Generator[Result]:
     """Yield the result of each prompt as soon as it is complete.
 
-    make_request: converts a prompt to a request. If it raises PipelineError, the prompt's result
-    contains this error.
-
-    The next prompt is taken from `prompts` when the engine has a free KV cache for it. The model
-    runs only while the caller waits for a result. Closing the iterator cancels unfinished prompts.
+    make_request: a PipelineError that it raises becomes the prompt's result. The next prompt is
+    taken when the engine has a free KV cache. Closing the iterator cancels unfinished prompts.
     """
     waiting, stream = enumerate(prompts), engine.stream()
     running: dict[Request, tuple[int, list[str]]] = {}
@@ -284,11 +241,7 @@ def generate_many(engine: Engine, prompts: Iterable[Prompt], make_request: Calla
 
 
 def score_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable[[Prompt], Request]) -> list[Scored]:
-    """Return the log-probabilities of each prompt's tokens, in the order of the prompts.
-
-    make_request: converts a prompt to a request that has `prompt_logprobs` set and generates no
-    tokens. If a prompt is invalid, raise its error.
-    """
+    """Return the scores of each prompt's tokens; raise the error of an invalid prompt."""
     requests: list[Request] = []
 
     def remember(prompt: Prompt) -> Request:
@@ -308,22 +261,14 @@ def score_many(engine: Engine, prompts: Iterable[Prompt], make_request: Callable
 
 
 def open_draft(bundle: Bundle | Path | str, target: Bundle, threads: int | None = None) -> Draft:
-    """Open a draft model, which proposes tokens to the model `target` in speculative decoding.
-
-    bundle: the draft model. threads: number of CPU threads, or None for the default. Raise
-    PipelineError if `bundle` cannot be a draft model for `target`.
-    """
+    """Open a draft model for `target`; raise PipelineError if it cannot be one."""
     bundle = open_bundle(bundle)
     check_draft(bundle, target)
     return Draft(Session(bundle, threads), target.manifest.vocab)
 
 
 def check_draft(draft: Bundle, target: Bundle) -> None:
-    """Raise PipelineError if `draft` cannot be a draft model for `target` in speculative decoding.
-
-    Both must have the same vocabulary. `target` must have verify functions, which compute the
-    logits of several draft tokens in one call.
-    """
+    """Raise PipelineError if `draft` cannot be a draft model for `target`."""
     if draft.manifest.encoder:
         raise PipelineError(f"{draft.path} is an embedding model and cannot be a draft; take one that generates text")
     check_verifies(target)
@@ -338,11 +283,7 @@ def check_verifies(target: Bundle) -> None:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The vocabulary of a bundle or a checkpoint, to compare with that of another.
-
-    size: number of tokens of the model. sha256: hash of its tokenizer.json; None without one.
-    tokenizer: function that loads it.
-    """
+    """The vocabulary of a bundle or checkpoint; sha256: of its tokenizer.json, None without one."""
 
     path: Path
     size: int

@@ -38,15 +38,7 @@ PRECEDING = ("\n", "=")
 
 
 class GrammarConstraint:
-    """A constraint that makes a generated text match a grammar, except for reasoning at its start.
-
-    Args:
-        matcher: an llguidance matcher that only this constraint uses.
-        grammars: the compiler that compiled the grammar.
-        marks: pairs of texts that enclose reasoning, such as ("<think>", "</think>").
-        prompt: the text before the generated text. If it ends in the first text of a pair, the
-            generated text starts with reasoning.
-    """
+    """Makes a generated text match a grammar, except for reasoning at its start."""
 
     def __init__(self, matcher, grammars: Grammars, marks: Marks = (), prompt: str = ""):
         self._matcher, self._grammars, self.eos = matcher, grammars, grammars.eos
@@ -97,11 +89,7 @@ class GrammarConstraint:
         return np.where(self.mask(len(logits)), logits, np.float32(-np.inf))
 
     def accept(self, token: int) -> None:
-        """Append a generated token to the text that must match the grammar.
-
-        Raise ConstraintError if the grammar does not allow the token, or if the check exceeds a
-        limit.
-        """
+        """Append a token; raise ConstraintError if it is not allowed or exceeds a limit."""
         if self._ends:
             self._accept_reasoning(token)
         elif token in self._starts:
@@ -144,11 +132,7 @@ class GrammarConstraint:
 
 
 class GrammarError(PipelineError):
-    """Raised for an unsupported schema, regular expression or grammar.
-
-    `kind`: name of the argument of `Grammars.compile`, such as "json_schema". `is_limit`: whether
-    the grammar exceeds a limit.
-    """
+    """Raised for a definition, of argument `kind`, that is not supported or exceeds a limit."""
 
     def __init__(self, kind: str, reason: str, is_limit: bool = False):
         super().__init__(f"{kind.replace('_', ' ')}: {reason}")
@@ -163,11 +147,7 @@ class GrammarBusy(GrammarError):
 
 
 class Grammar:
-    """A compiled grammar; its method `constraint` applies it to one generated text.
-
-    calls: whether the grammar describes tool calls. nbytes: estimated memory in bytes that the
-    constraint of one text takes.
-    """
+    """A compiled grammar; nbytes: estimated memory of the constraint of one text."""
 
     def __init__(self, grammars: Grammars, matcher, nbytes: int, calls: bool):
         self._grammars, self._matcher, self.nbytes, self.calls = grammars, matcher, nbytes, calls
@@ -175,23 +155,17 @@ class Grammar:
     def constraint(self, marks: Marks = (), prompt: str = "") -> GrammarConstraint:
         """Return a new constraint that makes one generated text match this grammar.
 
-        marks: pairs of texts that enclose reasoning, such as ("<think>", "</think>"). The grammar
-        does not apply to reasoning. prompt: the text before the generated text. If it ends in the
-        first text of a pair, the generated text starts with reasoning.
+        It does not apply to reasoning between `marks`, in which `prompt` may end.
         """
         return GrammarConstraint(self._matcher.deep_copy(), self._grammars, marks, prompt)
 
 
 class Grammars:
-    """A compiler of grammars for the vocabulary of one tokenizer.
+    """A compiler of grammars for one tokenizer's vocabulary: the bytes of each token, by id.
 
-    A child process compiles each grammar first, because llguidance may crash. A server has two of
-    them: one for grammars that compile quickly, and one, of lower priority, for the others and for
-    clients that sent such a grammar a short time ago. So nobody waits for another client's slow
-    grammars. The errors of grammars are stored, so that the same one fails again at once.
-
-    backend: a `tokenizers.Tokenizer`. vocabulary: the bytes of each token, by id. eos: ids of the
-    end tokens.
+    A child process compiles each grammar first, because llguidance may crash. One compiles quick
+    grammars; another, of lower priority, compiles slow ones, and those of clients that sent one a
+    short time ago, so that nobody waits for another client's slow grammars. Errors are stored.
     """
 
     def __init__(self, backend, vocabulary: Sequence[bytes], eos: Sequence[int]):
@@ -236,27 +210,19 @@ class Grammars:
         self, *, json_schema: Mapping[str, Any] | bool | None = None, regex: str | None = None, grammar: str | None = None,
         tools: Mapping[str, Any] | None = None, compact_json: bool = False,
     ) -> Grammar:  # fmt: skip
-        """Compile a grammar that a complete text has to match; give exactly one of the first four.
+        """Compile a grammar that a complete text has to match: exactly one of the first four.
 
-        Args:
-            json_schema: a JSON schema.
-            regex: a regular expression.
-            grammar: a grammar in Lark or GBNF.
-            tools: a description of tool calls, as returned by `Tools.grammar`.
-            compact_json: whether JSON is written without spaces.
-
-        Raises:
-            GrammarError: the grammar has an unsupported keyword, or exceeds a limit.
+        grammar: Lark or GBNF. tools: from `Tools.grammar`. compact_json: JSON without spaces. Raise
+        GrammarError for an unsupported keyword or an exceeded limit.
         """
         given = {"json_schema": json_schema, "regex": regex, "grammar": grammar, "tools": tools}
         return self._compile(given, compact_json, self._slow.child)
 
     async def compile_async(self, client: str = "", compact_json: bool = False, **given: Any) -> Grammar:
-        """Run `compile` for a client of a server; given: the other arguments of `compile`.
+        """Run `compile` for a client; raise GrammarBusy after MAX_WAIT seconds.
 
-        A client compiles one grammar at a time. Most of the work is done in a child process, which
-        is killed if the coroutine is cancelled. Raise GrammarBusy after MAX_WAIT seconds.
-        client: "" for the local user, who waits as long as it takes.
+        A client compiles one grammar at a time. client: "" for the local user, who waits without
+        limit.
         """
         deadline = time.monotonic() + MAX_WAIT if client else None
         async with self._turns.setdefault(client, asyncio.Lock()):
@@ -279,10 +245,7 @@ class Grammars:
     def _compile(
         self, given: Mapping[str, Any], compact: bool, child: ChildProcess | None, deadline: float | None = None
     ) -> Grammar:  # fmt: skip
-        """Compile a grammar in a child process; without one, raise _NotCached for a new grammar.
-
-        deadline: when to raise GrammarBusy; None for never.
-        """
+        """Compile a grammar in a child process; without one, raise _NotCached for a new grammar."""
         kinds = [kind for kind, value in given.items() if value is not None]
         if len(kinds) != 1:
             raise PipelineError(f"{len(kinds)} grammars are given; give one of json_schema, regex and grammar")

@@ -49,29 +49,21 @@ ERRORS = (
 
 
 class Compiler:
-    """A converter of grammars to llguidance's format, for one vocabulary."""
+    """A converter of grammars to llguidance's format, for one vocabulary.
+
+    tokens: the bytes of each token. marks: ids of special tokens by text, such as "<tool_call>".
+    """
 
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[int], marks: Mapping[str, int]):
-        """Prepare to compile grammars for a vocabulary.
-
-        tokens: the bytes of each token. special, eos: ids of the special tokens and of the end
-        tokens. marks: the ids of special tokens by their text, such as "<tool_call>".
-        """
         self.marks = marks
         self.index = make_index(tokens, special, eos, lambda text: self.index.greedy_tokenize(text))
         # All bytes in the vocabulary, because some vocabularies lack the bytes of rare characters.
         self.bytes = frozenset(b"".join(tokens[i] for i in set(range(len(tokens))).difference(special)))
 
     def compile(self, kind: str, value: Any, compact: bool) -> str:
-        """Return a grammar in llguidance's format.
+        """Return a grammar in llguidance's format; raise PipelineError if it is not supported.
 
-        Args:
-            kind: "json_schema", "regex", "grammar" (Lark or GBNF) or "tools".
-            value: the schema, expression or grammar; for "tools", the result of `Tools.grammar`.
-            compact: whether JSON has no white space.
-
-        Raises:
-            PipelineError: the grammar is not supported, or no token can start a matching text.
+        kind: "json_schema", "regex", "grammar" (Lark or GBNF) or "tools", with `Tools.grammar`.
         """
         if kind == "tools":
             value = self._enforceable(value, compact)
@@ -140,10 +132,7 @@ _compiler: Compiler
 
 
 def start(tokens: Sequence[str], *more: Any) -> None:
-    """Create the `Compiler` that this child process uses.
-
-    tokens: the bytes of each token, decoded as Latin-1. more: the other arguments of `Compiler`.
-    """
+    """Create this process's `Compiler`; tokens: the bytes of each token, decoded as Latin-1."""
     global _compiler
     _compiler = Compiler([token.encode("latin-1") for token in tokens], *more)
 
@@ -154,11 +143,7 @@ def compile_definition(kind: str, value: str, compact: bool) -> str:
 
 
 def make_index(tokens: Sequence[bytes], special: Sequence[int], eos: Sequence[int], encode: Callable[[str], list[int]]) -> Any:
-    """Return llguidance's `LLTokenizer` for a vocabulary.
-
-    tokens: the bytes of each token, by id. special, eos: ids of the special tokens and of the end
-    tokens. encode: returns the token ids of a text.
-    """
+    """Return llguidance's `LLTokenizer` for a vocabulary."""
 
     class Source:
         eos_token_id, bos_token_id = eos[0], None
@@ -193,10 +178,7 @@ def check_terminals(lark: str) -> None:
 
 
 def without_noops(schema: Any) -> Any:
-    """Return a JSON schema without keywords that llguidance rejects although they have no effect.
-
-    For example, `"uniqueItems": false` is removed.
-    """
+    """Return a schema without keywords that llguidance rejects although they have no effect."""
     if isinstance(schema, list):
         return [without_noops(each) for each in schema]
     if not isinstance(schema, dict):
@@ -213,10 +195,7 @@ def without_noops(schema: Any) -> Any:
 
 
 def with_types_only(tools: dict[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
-    """Replace schemas of parameters by schemas that have only the JSON types of arguments.
-
-    tools: the result of `Tools.grammar`. names: the functions; None for all that are not strict.
-    """
+    """Reduce schemas to the types of arguments; names: None for all that are not strict."""
     schemas = tools["schemas"]
     loose = [name for name in schemas if name not in tools["strict"]] if names is None else names
     return {**tools, "schemas": {**schemas, **{name: _types_only(Schema(schemas[name])) for name in loose}}}
@@ -233,10 +212,9 @@ def _types_only(schema: Schema) -> dict[str, Any]:
 
 
 def json_options(compact: bool) -> dict[str, Any]:
-    """Return llguidance's options for the white space in JSON.
+    """Return llguidance's options for white space: none, or one space after each comma and colon.
 
-    compact: whether to write no spaces; otherwise, one space follows each comma and colon. Other
-    white space is not allowed, because a model could generate it endlessly.
+    A model could generate other white space endlessly.
     """
     # Models are trained on ", " and ": ", and answer less accurately in compact JSON.
     item, key = (",", ":") if compact else (", ", ": ")

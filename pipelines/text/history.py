@@ -48,12 +48,7 @@ BILLING = re.compile(r"\Ax-anthropic-billing-header:(?:[ \t]*[\w-]+=[^;\s]*;)*[ 
 
 
 def normal_messages(messages: Iterable[Mapping[str, Any]]) -> Messages:
-    """Return messages in the form that HF's chat templates expect.
-
-    Content is text. The arguments of a call are an object. Calls and results have an id, and
-    results have the name of their function. Raise PipelineError for content or calls that cannot be
-    converted.
-    """
+    """Return messages as HF's templates expect them; raise PipelineError for other content."""
     found: Messages = []
     open_calls: dict[str, str] = {}
     count = 0
@@ -83,10 +78,7 @@ def normal_messages(messages: Iterable[Mapping[str, Any]]) -> Messages:
 
 
 def text_of(content: Any) -> Any:
-    """Return the text of a message's content: text, a list of parts with text, or None.
-
-    Other values are returned unchanged. Raise PipelineError for a part without text.
-    """
+    """Return the text of a message's content: text, a list of parts with text, or None."""
     if not (isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content)):
         return "" if content is None else content
     for part in content:
@@ -119,25 +111,20 @@ def _object(arguments: Any) -> dict[str, Any]:
 
 
 class Adapter:
-    """Changes what a chat template rejects or loses in the messages and tools of a chat."""
+    """Changes what a chat template rejects or loses in the messages and tools of a chat.
+
+    describes: whether to describe tools as text, because the template does not.
+    """
 
     # Max number of stored results of tests.
     MAX_KNOWN = 1000
 
     def __init__(self, render: Render, form: ToolFormat, describes: bool):
-        """Prepare to adapt chats to a template.
-
-        render: renders by the template. form: format in which the model writes tool calls.
-        describes: whether to describe tools as text, because the template shows none.
-        """
         self._render, self._form, self._describes = render, form, describes
         self._known: dict[tuple[Any, ...], bool] = {}
 
     def adapted(self, messages: Messages, tools: Tools | None, variables: Mapping[str, Any]) -> tuple[Messages, Tools | None]:
-        """Return messages and tools that the template renders without loss.
-
-        messages: as `normal_messages` returns them. variables: other variables of the template.
-        """
+        """Return messages and tools that the template renders without loss."""
         shown = self._shown(tools, variables) if tools else None
         if tools and shown is None:
             messages = described(messages, tools, self._form)
@@ -162,10 +149,7 @@ class Adapter:
     def _repaired(
         self, messages: Messages, count: int, tools: Tools | None, variables: Mapping[str, Any], is_text: bool = False
     ) -> Messages:
-        """Apply those of the first `count` repairs that the template needs.
-
-        is_text: whether calls and results are text because tools are described as text.
-        """
+        """Apply those of the first `count` repairs that the template needs."""
         for index, (conversations, repair) in enumerate(REPAIRS[:count]):
             changed = repair(messages, self._form)
             if changed == messages:
@@ -178,10 +162,7 @@ class Adapter:
         return messages
 
     def _renders(self, letters: str, tools: Tools | None, variables: Mapping[str, Any], count: int = 0) -> bool:
-        """Return whether the template renders a test conversation without loss after `count` repairs.
-
-        tools: those of the client's messages; the test has one, or as few.
-        """
+        """Return whether a test conversation is rendered completely after `count` repairs."""
         tools = [TOOL] if tools else tools
         # Only the hash is stored, because clients choose the variables.
         key = letters, count, repr(tools), hash(repr(sorted(variables.items())))

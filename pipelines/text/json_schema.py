@@ -40,11 +40,10 @@ SPELLINGS = {"true": True, "1": True, "false": False, "0": False, "null": None, 
 
 @dataclass(frozen=True)
 class Members:
-    """The keys and values of an object that matches a schema.
+    """The properties of an object that matches a schema, and the items of such a list.
 
-    properties: schemas of the values by key. rest: schema of values with other keys; None if the
-    schema only lists properties. items: schema of the items of a list that matches the schema.
-    is_exact: whether nothing else in the schema constrains the object.
+    rest: schema of values with other keys; None if the schema only lists properties. is_exact:
+    whether nothing else in the schema constrains the object.
     """
 
     properties: dict[str, Any] = field(default_factory=dict)
@@ -74,10 +73,7 @@ class Members:
 
 
 class Schema:
-    """The JSON schema of a function's parameters.
-
-    A "$ref" inside it is resolved. What is not valid in a schema constrains nothing.
-    """
+    """The JSON schema of a function's parameters."""
 
     def __init__(self, root: Any):
         self.root = root if isinstance(root, dict) else ANY
@@ -111,10 +107,7 @@ class Schema:
         return [kind for kind, value in EXAMPLES.items() if self.allows(value, schema, by_type=True)]
 
     def members(self, schema: Any) -> Members:
-        """Return the keys and values of objects that match a part of this schema.
-
-        If the part has alternatives (anyOf or oneOf), the result has the properties of all of them.
-        """
+        """Return the keys and values of objects that match a part of this schema."""
         seen: set[int] = set()
 
         def walk(schema: Any) -> Members:
@@ -139,10 +132,9 @@ class Schema:
         return replace(found, properties={**found.properties, **unlisted})
 
     def allows(self, value: Any, schema: Any, by_type: bool = False) -> bool:
-        """Return whether a value matches a part of this schema; by_type: whether its JSON type does.
+        """Return whether a value, by_type only its JSON type, matches a part of this schema.
 
-        Not checked are keywords that take a regular expression, and those for other properties
-        than a value's own, such as `dependentRequired`.
+        Regular expressions and keywords such as `dependentRequired` are not checked.
         """
         # By schema and value. A "$ref" that leads back to itself for the same value matches nothing.
         found: dict[tuple[int, int], bool] = {}
@@ -185,8 +177,7 @@ class Schema:
         """Return the value for which a call's text of an argument stands.
 
         A text that is the JSON of another type that `schema` allows has that type; otherwise it is
-        a string if `schema` allows one. unquoted: whether strings are written without quotes.
-        is_python: whether lists and objects are written as Python does.
+        a string if `schema` allows one. is_python: lists and objects are Python's.
         """
         readings = [*_readings(text, unquoted, is_python)]
         for by_type in (False, True):
@@ -202,7 +193,7 @@ def _value_of_member(members: Members, key: str) -> Any:
 
 
 def is_schema(value: Any) -> bool:
-    """Return whether a value can be a schema: a Boolean, or an object whose `type` has known names."""
+    """Return whether a value is a Boolean, or an object whose `type` has known names."""
     types = value.get("type", []) if isinstance(value, dict) else value
     return isinstance(types, bool) or all(kind in EXAMPLES for kind in ([types] if isinstance(types, str) else types or ()))
 

@@ -46,11 +46,7 @@ class Lane:
         return ThreadPoolExecutor(1, "lane")
 
     async def run(self, deadline: float | None, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in the thread and return its result.
-
-        If this coroutine is cancelled, the call of the child process ends. Raise TimeoutError if
-        there is no result at the deadline, in seconds of `time.monotonic`; None for no deadline.
-        """
+        """Call a function in the thread; raise TimeoutError at `deadline`; None for none."""
         job = object()
         queued = self._thread.submit(self._call, job, function, *arguments)
         work = asyncio.wrap_future(queued)

@@ -21,19 +21,9 @@ SHARED = {"decoder", "get_added_tokens_decoder", "model", "no_padding", "no_trun
 class LazyTokenizer:
     """A `tokenizers.Tokenizer` that loads its complete vocabulary only when something needs it.
 
-    The library takes up to a second to read all merges of a vocabulary, and a text needs few of
-    them. So the library encodes a text twice. The first model has no merges; it gives the symbols
-    that BPE would merge. Each merge joins two adjacent symbols, so every token of the text is a
-    substring of the joined symbols. The second model has the tokens that may be such substrings,
-    and their merges; it gives the same tokens as the complete model.
-
-    Args:
-        part: the bundle's tokenizer.table.
-        load: returns the complete tokenizer. It is called after `MAX_TEXTS` texts, and for
-            attributes such as `get_vocab`.
-
-    Raises:
-        BundleError: the table is damaged.
+    The library takes up to a second to read all merges. So it encodes a text twice: without merges,
+    which gives the symbols that BPE would merge, and with the tokens that are substrings of the
+    joined symbols, and their merges. Every token of the text is such a substring.
     """
 
     def __init__(self, part: Part, load: Callable[[], Tokenizer]):

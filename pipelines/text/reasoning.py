@@ -17,11 +17,7 @@ class Reasoning(str):
 
 
 def marks_of(template: str, tokens: Iterable[str]) -> Marks:
-    """Return pairs of texts that enclose a model's reasoning, such as ("<think>", "</think>").
-
-    template: the chat template. tokens: texts of tokens. The second text of each pair is found in
-    one of these, and the first text is derived from it.
-    """
+    """Return pairs of texts that enclose a model's reasoning, such as ("<think>", "</think>")."""
     ends = dict.fromkeys([*_END.findall(template), *(token for token in tokens if _END.fullmatch(token))])
     return tuple((_start_of(end), end) for end in ends)
 
@@ -31,21 +27,13 @@ def _start_of(end: str) -> str:
 
 
 class ReasoningSplitter:
-    """Splits streamed text into reasoning at its start and the answer after it.
+    """Splits streamed text into reasoning at its start (`Reasoning`) and the answer after it (str).
 
-    Reasoning is enclosed by two texts, the start mark and the end mark, such as <think> and
-    </think>. `add` and `finish` return pieces of text: reasoning as `Reasoning`, the answer as str.
-    A piece is held back while it may be the start of a mark, or white space before a mark. A mark
-    inside the answer is part of the answer.
+    What may be the start of a mark, or white space before one, is held back.
     """
 
     def __init__(self, marks: Marks, prompt: str = ""):
-        """Start a new text.
-
-        marks: pairs of texts that enclose reasoning, such as ("<think>", "</think>"). prompt: the
-        text before the new text. If it ends in the first text of a pair, the new text starts with
-        reasoning.
-        """
+        """Start a new text."""
         self.marks = marks
         # End marks of the reasoning in progress. A start mark is recognised only before the first word.
         self._ends = tuple(end for start, end in marks if prompt.rstrip().endswith(start))
@@ -101,11 +89,10 @@ class ReasoningSplitter:
 
 
 def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tuple[str, str, str]:
-    """Split `text` at the first of `marks`; return (text before the mark, the mark, text after it).
+    """Split `text` at the first of `marks`: (text before the mark, the mark, text after it).
 
-    If `text` contains no mark, its end may be the start of one. For the mark "<think>", "a<thi" is
-    split into ("a", "", "<thi"), and "abc" into ("abc", "", ""). final: whether no more text
-    follows; if so, the start of a mark at the end is normal text.
+    Without one, the third part is the end of `text` that may start a mark, unless `final`: "a<thi"
+    is ("a", "", "<thi") for the mark "<think>".
     """
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     start, mark = min(found, key=lambda one: one[0], default=(len(text), ""))
@@ -117,9 +104,6 @@ def split_at_mark(text: str, marks: Collection[str], final: bool = False) -> tup
 
 
 def _prefix_start(text: str, mark: str) -> int:
-    """Return the index at which `text` ends in the start of `mark`; len(text) if it does not.
-
-    For the text "a<thi" and the mark "<think>", the result is 1.
-    """
+    """Return the index at which `text` ends in the start of `mark`; len(text) if it does not."""
     starts = range(max(0, len(text) - len(mark) + 1), len(text))
     return next((start for start in starts if mark.startswith(text[start:])), len(text))

@@ -1,4 +1,4 @@
-"""Repairs of chats for templates that reject or lose parts of them, and tests of what they render."""
+"""Repairs of chats for templates that reject or lose parts of them, and tests of rendering."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def completed(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def completed_schema(schema: Any) -> dict[str, Any]:
-    """Return the JSON schema of a function's arguments with `type` and `properties`, and without null."""
+    """Return the schema of arguments with `type` and `properties`, and without null."""
     found = {"type": "object", "properties": {}, **_filled(schema)}
     # Grammars would look for the schema that it names.
     found.pop("$schema", None)
@@ -102,10 +102,7 @@ def _no_system(messages: Messages, _: ToolFormat) -> Messages:
 
 
 def _no_later_system(messages: Messages, _: ToolFormat) -> Messages:
-    """Put a later system message at the end of the user's message or result before it.
-
-    After an assistant's message, put it at the start of the next one.
-    """
+    """Put a later system message at the end of the user's message or result before it."""
     found, rest = _split(messages)
     waiting: Messages = []
     for message in rest:
@@ -123,10 +120,7 @@ def _no_later_system(messages: Messages, _: ToolFormat) -> Messages:
 
 
 def _turns(messages: Messages) -> list[tuple[Message | None, Messages]]:
-    """Return each message that is not a result, with the results that follow it.
-
-    The first one is None if the messages start with a result.
-    """
+    """Return each message that is not a result, with the results that follow it."""
     found: list[tuple[Message | None, Messages]] = []
     for message in messages:
         if message["role"] != "tool":
@@ -345,7 +339,7 @@ TOOL = {"type": "function", "function": {"name": "probe", "description": "a func
 
 
 def conversation(letters: str) -> tuple[Messages, list[str]]:
-    """Return a test conversation of REPAIRS, and the texts that its rendering must have, in order."""
+    """Return a test conversation, and the texts that its rendering must have, in order."""
     messages, shown, ids = [], [], []
     for index, letter in enumerate(letters):
         text = f"message-{index}"

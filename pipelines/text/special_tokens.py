@@ -32,19 +32,11 @@ DEEPEST = 60
 class SpecialTokens:
     """The special tokens of a tokenizer, and tokens such as <think> that its chat template uses.
 
-    Their texts in chat messages must be encoded as plain text. To do this, call `broken` before the
-    chat template is rendered, and `sanitised` after it.
+    To make their texts in messages plain text, call `broken` before the chat template is rendered,
+    and `sanitised` after it. answers: texts of tokens that stay tokens in an assistant's message.
     """
 
     def __init__(self, tokenizer: Any, template: str, answers: Collection[str] = ()):
-        """Collect the tokens whose text in a message must be encoded as plain text.
-
-        Args:
-            tokenizer: a `tokenizers.Tokenizer`.
-            template: the chat template, or "".
-            answers: texts of tokens that models write in answers, such as <think>. In an
-                assistant's message they stay tokens, because the template looks for them there.
-        """
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().values()
         self._added = {str(token.content): token.special for token in added if token.content}
@@ -61,18 +53,9 @@ class SpecialTokens:
     def broken(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         """Insert a break character into the text of each special token in a template's variables.
 
-        So a message such as "<|im_end|>" cannot end a turn. A string may also start or end with a
-        part of such a text, which the template could complete; it gets a break there too.
-
-        Args:
-            given: the template's variables, including the messages.
-
-        Returns:
-            The changed variables, and the break character. No message contains this character. It
-            is "" if no break is needed.
-
-        Raises:
-            PipelineError: the values nest too deep, or contain all possible break characters.
+        A string that starts or ends with a part of such a text, which the template could complete,
+        gets one there too. The character, "" if not needed, is in no message. Raise PipelineError
+        for values that nest too deep or contain all possible break characters.
         """
         try:
             strings = list(strings_of(given))
@@ -95,10 +78,8 @@ class SpecialTokens:
     def sanitised(self, text: str, mark: str) -> tuple[Any, str]:
         """Return (tokenizer, text) with which special tokens from messages become plain text.
 
-        text: the rendered chat template; the returned text has no break characters. mark: the break
-        character that `broken` inserted into the messages, or "". The text of a special token stays
-        plain text if it had a break in it. So does a text that only the tokenizer's normalisation
-        turns into a special token, such as one in full-width letters.
+        mark: the break from `broken`. A text that only normalisation turns into a special token,
+        such as one in full-width letters, stays plain text too.
         """
         if not mark and not self._normalised:
             return self._tokenizer, text
@@ -148,19 +129,13 @@ class SpecialTokens:
 
     @cached_property
     def _names(self) -> dict[str, str]:
-        """A dictionary from the text of each special token to a random text, used in `_plain`.
-
-        No message can contain a random text, because it is secret.
-        """
+        """Random texts for the special tokens; they are secret, so no message contains one."""
         secret = os.urandom(8).hex()
         return {word: f"\U000f0000{secret}{n}\U000f0001" for n, word in enumerate(sorted(self.spelled))}
 
     @cached_property
     def _plain(self) -> Any:
-        """A copy of the tokenizer in which the random texts of `_names` are the special tokens.
-
-        It encodes the original texts of special tokens, such as "<|im_end|>", as plain text.
-        """
+        """A copy of the tokenizer in which the random texts of `_names` are the special tokens."""
         from tokenizers import Tokenizer
 
         described, names = json.loads(self._tokenizer.to_str()), self._names
@@ -180,10 +155,7 @@ class SpecialTokens:
 
 
 class Spellings:
-    """A case-insensitive search for texts of special tokens, such as "<|im_end|>", in a text.
-
-    It also finds incomplete special tokens at the start and at the end of the text.
-    """
+    """A case-insensitive search for texts of special tokens, such as "<|im_end|>", in a text."""
 
     def __init__(self, words: Collection[str]):
         low = {word.lower() for word in words}
@@ -194,12 +166,7 @@ class Spellings:
         self._longest = max(map(len, low), default=0)
 
     def breaks(self, text: str) -> list[int]:
-        """Return the indices in `text` at which to insert break characters, in ascending order.
-
-        A break inside the text of a special token makes it plain text; it comes after the first
-        character. If `text` starts or ends with only a part of such a text, a break is put next to
-        this part, because the chat template could add the missing part.
-        """
+        """Return the sorted indices of breaks: in special tokens, and beside parts at the ends."""
         low = text.lower()
         if len(low) != len(text):
             low = "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
@@ -221,11 +188,7 @@ def _is_bracketed(word: str) -> bool:
 
 
 def _any_of(words: Collection[str], depth: int = 0) -> str:
-    """Return a regular expression that matches the longest of `words` at a position.
-
-    Common prefixes are written once, so that a match reads each character only once. depth: depth
-    of the recursion.
-    """
+    """Return a regular expression of the longest of `words`, with common prefixes written once."""
     if len(words) == 1 or depth == DEEPEST:
         return f"(?:{'|'.join(map(re.escape, sorted(words, key=len, reverse=True)))})"
     following: dict[str, list[str]] = {}

@@ -37,11 +37,7 @@ class TextToken(Token):
 
 @dataclass(frozen=True)
 class Delta(Event):
-    """An event with newly generated text.
-
-    text: new text of the answer. tokens: the tokens of all text in this event. reasoning: new text
-    of the reasoning. calls: new parts of tool calls.
-    """
+    """An event with newly generated text."""
 
     text: str = ""
     tokens: tuple[TextToken, ...] = ()
@@ -59,16 +55,10 @@ class Delta(Event):
 class ReasoningBudget:
     """A constraint that ends a model's reasoning after a max number of tokens.
 
-    It then forces the model to write the text that ends reasoning, such as </think>. `inner`:
-    another constraint, which applies at all other times, or None.
+    It forces the text that ends reasoning; at all other times `inner`, if any, applies.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Collection[int], budget: int, inner: Constraint | None = None):
-        """Limit the reasoning in the text after `prompt` to `budget` tokens.
-
-        prompt: token ids. inner: another constraint, which applies except while the end of
-        reasoning is forced.
-        """
         is_harmony = tokenizer.tool_format.style == "harmony"
         marks = HARMONY if is_harmony else tokenizer.marks
         # Tokens may end inside a character, so the splitter gets bytes, one character for each byte.
@@ -139,11 +129,7 @@ def as_latin(data: bytes) -> str:
 
 
 class StopStrings:
-    """A streaming filter that ends a text before the first stop string in it.
-
-    It holds back only text that may be the start of a stop string. `met`: the stop string that
-    ended the text, or None.
-    """
+    """A streaming filter that ends a text before the first stop string in it, which is `met`."""
 
     def __init__(self, strings: Collection[str]):
         self.strings = tuple(strings)
@@ -157,10 +143,7 @@ class StopStrings:
         return self.met is not None
 
     def add(self, more: str, final: bool = False) -> str:
-        """Append `more`; return the text that now certainly is not part of a stop string.
-
-        final: whether no more text follows.
-        """
+        """Append `more`; return the text that now certainly is not part of a stop string."""
         if self.stopped:
             return ""
         text, met, self._pending = split_at_mark(self._pending + more, self.strings, final)
@@ -169,19 +152,9 @@ class StopStrings:
 
 
 class TextOutput:
-    """Converts the tokens of a request to events with text (`Delta`), while they are generated.
+    """Converts the tokens of a request to events with text, as soon as it can no longer change.
 
-    Text is sent as soon as later tokens can no longer change it.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        prompt: token ids of the prompt, which may end in the text that starts reasoning.
-        stop_strings: the text ends before the first of these strings.
-        reasoning: whether to separate reasoning from the answer.
-        tools: the functions whose calls are separated from the answer, or None.
-
-    Attributes:
-        reasoning_tokens: number of tokens of reasoning so far.
+    prompt: may end in the text that starts reasoning. tools: whose calls are separated, or None.
     """
 
     def __init__(
@@ -228,10 +201,7 @@ class TextOutput:
         self._pending.append(TextToken(token.id, token.logprob, token.top, self._decoded))
 
     def _release(self, text: str, rest: bool = False) -> list[Event]:
-        """Append decoded text; return events with the text that can no longer change.
-
-        rest: whether no more text follows.
-        """
+        """Append decoded text; return events with the text that can no longer change."""
         self._decoded += len(text)
         final = self._stops.add(text, rest)
         self._reported += len(final)
@@ -245,10 +215,7 @@ class TextOutput:
         return [delta] if delta.text or delta.reasoning or delta.calls or tokens else []
 
     def _separated(self, text: str, tokens: tuple[TextToken, ...], rest: bool) -> Delta:
-        """Separate reasoning and tool calls in `text` from the answer; return all as a `Delta`.
-
-        tokens: the tokens of `text`. rest: whether no more text follows.
-        """
+        """Separate reasoning and tool calls in `text` from the answer; return all as a `Delta`."""
         reasoning, calls, thinking = "", (), False
         if self._reasoning:
             thinking = self._reasoning.reasoning
@@ -277,23 +244,8 @@ def text_request(
 ) -> Request:  # fmt: skip
     """Return an engine request that reports the generated text in `Delta` events.
 
-    Without a tokenizer, the request reports only token ids.
-
-    Args:
-        prompt: token ids.
-        context: max tokens of prompt and answer together.
-        stop_strings: the text ends before the first of these strings.
-        reasoning: whether to report reasoning separately from the answer.
-        grammar: the grammar that the answer must match. The reasoning before the answer need not
-            match it; if `reasoning` is false, the text has no reasoning.
-        tools: the functions whose calls are reported separately from the answer.
-        constraint: decides which tokens may come next; ignored if `grammar` is given.
-        reasoning_budget: max tokens of reasoning; None for no limit.
-        options: other arguments of `Request`.
-
-    Raises:
-        PipelineError: invalid arguments of `Request`, or stop strings or a grammar without a
-            tokenizer.
+    max_tokens: None for no limit. Raise PipelineError for invalid arguments, and for stop strings
+    or a grammar without a tokenizer.
     """
     if tokenizer is None:
         if stop_strings or grammar:

@@ -36,10 +36,7 @@ PROMPT_END = 16
 
 
 def check_utf8(text: str, name: str = "the prompt") -> str:
-    """Return `text`; raise PipelineError if it has lone surrogates, which UTF-8 cannot encode.
-
-    name: what the error message calls the text.
-    """
+    """Return `text`; raise PipelineError if it has lone surrogates, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -62,10 +59,7 @@ def tokenizer_errors() -> Iterator[None]:
 def encode_text(
     backend: tokenizers.Tokenizer, text: str, second: str | None = None, add_special_tokens: bool = True
 ) -> tokenizers.Encoding:
-    """Return the encoding of `text`, or of the pair of `text` and `second`.
-
-    backend: a tokenizer of HF's library tokenizers. Raise PipelineError if the library fails.
-    """
+    """Return the encoding of a text or pair; raise PipelineError if the library fails."""
     with tokenizer_errors():
         if len(text) > LONG and second is None:
             # The library releases the GIL in `encode_batch`, but not in `encode`.
@@ -76,21 +70,10 @@ def encode_text(
 class Tokenizer:
     """The tokenizer and the chat template of a bundle.
 
-    Args:
-        backend: a `tokenizers.Tokenizer` of HF's library, or a `LazyTokenizer`.
-        chat_template: source of the Jinja template, or None.
-        bos: id of the token at the start of a text, or None.
-        eos: ids of the tokens that end a text or a turn.
-        template_args: default values of the template's variables; PipelineError for unknown ones.
-        vocab: number of tokens of the model; by default the number of tokens of `backend`.
-        tool_format: format in which the model writes tool calls. If it is None, messages describe
-            the tools as text and ask for calls in the format of the Hermes models.
-        parse_special: whether the text of a special token in a message, such as <|im_end|>, becomes
-            this token; by default, it is encoded as plain text.
-        fim: ids of fill-in-the-middle tokens, by llama.cpp's names: "pre", "suf", "mid" and others.
-            If a name is missing, the token is searched for by its text.
-        special: texts of the special tokens for the chat template, by name, such as "bos_token"; by
-            default those of `bos` and of the first id in `eos`.
+    template_args: defaults of the template's variables. tool_format: if None, messages describe
+    tools as text and ask for calls as of the Hermes models. parse_special: whether <|im_end|> in a
+    message becomes this token. fim: ids by llama.cpp's names, "pre", "suf" and others; what is
+    missing is found by its text. special: texts by name, such as "bos_token".
     """
 
     def __init__(
@@ -125,10 +108,7 @@ class Tokenizer:
         return encode_text(self.backend, check_utf8(text), add_special_tokens=add_special_tokens).ids
 
     def offsets(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the index of each token's first character in the text of a prompt.
-
-        prompt: a text, or token ids; the text of ids is what they decode to.
-        """
+        """Return the index of each token's first character in the text of a prompt."""
         found, end = [], 0
         if not isinstance(prompt, str):
             detokeniser = Detokeniser(self)
@@ -144,17 +124,11 @@ class Tokenizer:
         return found
 
     def encode_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
-        """Return the token ids of a conversation rendered by the chat template.
-
-        `variables`: variables of the template besides `messages`.
-        """
+        """Return the token ids of a conversation rendered by the chat template."""
         return self._encode_rendered(*self._render_broken(messages, variables))
 
     def encode_unfinished_chat(self, messages: Sequence[Mapping], **variables) -> list[int]:
-        """Return the token ids of a conversation whose last message the model will continue.
-
-        The tokens that end the last message are left out.
-        """
+        """Return the token ids of a conversation whose last message the model will continue."""
         *before, last = normal_messages(messages)
         unfinished = [*before, {**last, "content": last["content"] + CUT}]
         rendered, mark = self._render_broken(unfinished, {**variables, "add_generation_prompt": False})
@@ -166,11 +140,7 @@ class Tokenizer:
         return self._encode_rendered(text, mark)
 
     def _render_broken(self, messages: Sequence[Mapping], variables: Mapping) -> tuple[str, str]:
-        """Render the chat template, with a break character in special tokens' texts from messages.
-
-        The break keeps such a text from being encoded as a special token. Return (rendered text,
-        break character). No message contains the break character; it is "" if no break is needed.
-        """
+        """Render with a break character in special tokens of messages; return (text, character)."""
         given, mark = {"messages": normal_messages(messages), **self.template_args, **variables}, ""
         if self.chat_template is not None and not self.parse_special:
             given, mark = self.special_tokens.broken(given)
@@ -205,10 +175,7 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> SpecialTokens:
-        """The special tokens, whose texts in messages are encoded as plain text.
-
-        So a message that contains the text <|im_end|> does not end a turn.
-        """
+        """The special tokens, whose texts in messages are encoded as plain text."""
         answers = {mark for pair in self.marks for mark in pair}
         # An assistant's message may contain the marks of tool calls, except Harmony's, which start turns.
         if self.tool_format.style != "harmony":
@@ -216,28 +183,17 @@ class Tokenizer:
         return SpecialTokens(self.backend, self.chat_template or "", answers)
 
     def end_of(self, prompt: Iterable[int]) -> str:
-        """Return the text of a prompt's last `PROMPT_END` tokens, including special tokens.
-
-        It shows whether the prompt ends in a text that starts reasoning, such as <think>.
-        """
+        """Return the text of a prompt's last `PROMPT_END` tokens, including special tokens."""
         with tokenizer_errors():
             return self.backend.decode([*prompt][-PROMPT_END:], skip_special_tokens=False)
 
     @property
     def answer_marks(self) -> Marks:
-        """Pairs of texts that enclose what may come before an answer, such as reasoning.
-
-        For example, ("<think>", "</think>"). A grammar for the answer does not restrict what is
-        between the two texts of a pair.
-        """
+        """Pairs of texts around what may precede an answer, which no grammar restricts."""
         return (("", "<|channel|>final<|message|>"),) if self.tool_format.style == "harmony" else self.marks
 
     def grammar(self, **given: Any) -> Grammar:
-        """Compile a JSON schema, regular expression or grammar that restricts the generated text.
-
-        given: the arguments of `Grammars.compile`: exactly one of json_schema, regex, grammar and
-        tools.
-        """
+        """Compile a grammar; given: the arguments of `Grammars.compile`."""
         return self.grammars.compile(**given)
 
     @cached_property
@@ -260,10 +216,7 @@ class Tokenizer:
         return Grammars(self.backend, self.vocabulary, self.eos)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of `tokens`, without special tokens such as the end-of-turn token.
-
-        Special tokens that mark reasoning or tool calls, such as <think>, are included.
-        """
+        """Return the text of `tokens`, without special tokens such as the end-of-turn token."""
         with tokenizer_errors():
             return self.backend.decode([token for token in tokens if token not in self._silent], skip_special_tokens=False)
 
@@ -272,11 +225,7 @@ def load_tokenizer(
     bundle: Bundle | Path | str, template_args: Mapping[str, object] | None = None, parse_special: bool = False,
     lazy: bool = False,
 ) -> Tokenizer:  # fmt: skip
-    """Return the tokenizer of a bundle; raise PipelineError if the bundle has no valid tokenizer.
-
-    template_args, parse_special: see `Tokenizer`. lazy: whether to load the complete vocabulary only
-    when something needs it. Processes that encode few texts then start faster.
-    """
+    """Return the tokenizer of a bundle; raise PipelineError if it has no valid one."""
     bundle = open_bundle(bundle)
     if bundle.tokenizer is None:
         raise PipelineError(f"{bundle.path} has no tokenizer, because its checkpoint had none; give token ids with --tokens")
@@ -302,11 +251,7 @@ def _read_tokenizer(file: Part) -> tokenizers.Tokenizer:
 
 
 class Detokeniser:
-    """A streaming detokenizer, which never splits a character.
-
-    New tokens are decoded together with the tokens before them, because a decoder may treat the
-    first token of a text differently.
-    """
+    """A streaming detokenizer, which never splits a character."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -336,9 +281,7 @@ class Detokeniser:
 class TokenBytes:
     """Converts a token id to the token's bytes, which may be only a part of a character.
 
-    Byte-level tokenizers, such as GPT-2's, store each byte of a token as one printable character
-    (see `byte_alphabet`). SentencePiece stores a space as U+2581, and the token of a single byte as
-    text such as <0xE4>. Unused ids, such as padding of the vocabulary, have no bytes.
+    Unused ids have none. GPT-2 stores a byte as a character, SentencePiece a space as U+2581.
     """
 
     def __init__(self, tokenizer):
@@ -363,10 +306,7 @@ class TokenBytes:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return a dictionary from each character in GPT-2's tokens to the byte that it represents.
-
-    It is the inverse of `bytes_to_unicode` in GPT-2's and HF's code.
-    """
+    """Return the inverse of `bytes_to_unicode` in GPT-2's code."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + n): byte for n, byte in enumerate(hidden)}

@@ -24,8 +24,7 @@ Call = tuple[str, str]
 class CallPart:
     """A part of a tool call in a streamed answer; `index` counts the calls of the answer from 0.
 
-    Only the first part has the function's `name`. The `arguments` of all parts, joined, are a JSON
-    object.
+    Only the first part has the name. The arguments of all parts, joined, are a JSON object.
     """
 
     index: int
@@ -38,11 +37,7 @@ Piece = str | CallPart
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions that a model may call, and the format in which it writes calls.
-
-    form: the format. schemas: JSON schemas of the functions' parameters, by function name. single:
-    whether only one call is allowed, after which the answer ends.
-    """
+    """The functions that a model may call; single: the first call ends the answer."""
 
     form: ToolFormat
     schemas: Mapping[str, Any] = field(default_factory=dict)
@@ -53,10 +48,8 @@ class Tools:
     ) -> dict[str, Any]:  # fmt: skip
         """Return a description of the allowed tool calls, for `Grammars.compile(tools=...)`.
 
-        schemas: JSON schemas of the functions' parameters, by function name. answer: a JSON schema;
-        if given, the model may write JSON that matches it instead of a call. free: whether the
-        model may write any other text before and after calls. strict: functions whose schema must
-        be enforced completely; of other schemas, what cannot be enforced is ignored.
+        answer: a JSON schema of text instead of a call. free: other text is allowed around calls.
+        strict: functions whose schema must be enforced completely.
         """
         return {
             "form": asdict(self.form), "schemas": dict(schemas), "parallel": not self.single, "answer": answer, "free": free,
@@ -68,10 +61,7 @@ class Tools:
 
 
 def read_calls(tools: Tools, text: str) -> list[Call]:
-    """Return the calls in a complete text, each as (function name, arguments in JSON).
-
-    tools: the functions, and the format of calls.
-    """
+    """Return the calls in a complete text, each as (function name, arguments in JSON)."""
     reader = tools.reader()
     return joined([piece for piece in [*reader.add(text), *reader.finish()] if isinstance(piece, CallPart)])
 
@@ -79,9 +69,7 @@ def read_calls(tools: Tools, text: str) -> list[Call]:
 class Calls:
     """Splits an answer into text and tool calls while it is generated.
 
-    Text is returned as soon as it cannot be part of a call. Models sometimes write a call as JSON
-    without the text that should start it, such as <tool_call>. This JSON is accepted as a call if
-    the function is known and the arguments match its schema.
+    Models sometimes write a call as JSON without its marks; it is accepted if it fits the function.
     """
 
     def __init__(self, tools: Tools):
@@ -131,10 +119,7 @@ class Calls:
         return pieces
 
     def _step_text(self, pieces: list[Piece]) -> bool:
-        """Process pending text outside calls: move it to `pieces`, but not what may start a call.
-
-        Return whether to go on with the rest: a call has started, or JSON was processed.
-        """
+        """Process text outside calls, without what may start one; return whether to go on."""
         start = self._bare_start()
         text = self._pending if start is None else self._pending[:start]
         certain, mark, rest = split_at_mark(text, self.triggers, final=start is not None)
@@ -164,11 +149,7 @@ class Calls:
         return None
 
     def _step_bare(self, pieces: list[Piece]) -> bool:
-        """Process pending text that starts with JSON, which may be a tool call.
-
-        Models sometimes write a call without a text such as <tool_call> around it. If the JSON is
-        complete, move it to `pieces`, as calls or as text, and return True.
-        """
+        """Move complete JSON at the start to `pieces`, as calls or text, if there is one."""
         text = self._pending.lstrip()
         if not (start := BARE_CALL.match(text)):
             return False
@@ -192,12 +173,7 @@ class Calls:
         return True
 
     def _fitted(self, name: str, arguments: dict) -> dict:
-        """Return the arguments of a call of function `name`; raise ValueError if they are invalid.
-
-        Arguments are invalid if the function is unknown, or if they do not match its JSON schema.
-        Some formats put no text such as <tool_call> before calls. Then the arguments of a known
-        function are returned even if they do not match.
-        """
+        """Return the arguments of a call; raise ValueError if they are invalid."""
         found = self.calls.fitted(name, arguments)
         if found is None and not self.triggers and name in self.tools.schemas:
             # In a format without marks the name alone tells calls from other JSON.
@@ -215,10 +191,7 @@ class Calls:
         self._may_start = True
 
     def _step_payload(self, pieces: list[Piece]) -> bool:
-        """Process pending text inside tool calls: add the calls to `pieces`.
-
-        Return whether the text that ends the calls, such as </tool_call>, was found.
-        """
+        """Process text inside calls; return whether the text that ends them was found."""
         certain, end, self._pending = split_at_mark(self._pending, [self.close] if self.close else [])
         self._payload += certain + end
         self._emit_arguments(pieces)
@@ -282,11 +255,7 @@ RECIPIENT = re.compile(r"\s*(?:t|to|to=[\w.-]*)?\s*")
 
 
 class Harmony:
-    """A streaming reader of the messages of gpt-oss, whose format is called Harmony.
-
-    A message in the analysis channel is reasoning, a message to a function is a call, and other
-    messages are the answer.
-    """
+    """A streaming reader of the messages of gpt-oss, whose format is called Harmony."""
 
     def __init__(self, tools: Tools):
         self.tools, self.count = tools, 0

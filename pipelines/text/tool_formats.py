@@ -29,22 +29,16 @@ _MARKS = re.compile(r"(?:<[^<>\s]+>|\[[A-Z_/]+\])+\w*")
 class ToolFormat:
     """The format in which a model writes tool calls: the fixed texts around names and arguments.
 
-    Calls are written as `section_begin`, the calls separated by `separator`, `section_end`. A call
-    is `begin`, the function's name, `head`, the arguments, `end`. The placeholder `ID` in these
-    texts stands for an identifier that the model chooses.
+    Calls are `section_begin`, the calls separated by `separator`, `section_end`. A call is `begin`,
+    the name, `head`, the arguments, `end`. `ID` in these texts stands for an identifier of the
+    model's.
 
-    Args:
-        style: how the arguments are written. "json": as an object. "tags": as keys and values with
-            fixed texts around them. "python": as keyword arguments. "gemma": as JSON, but with
-            `quote` around strings and no quotes around keys. "harmony": in the messages of gpt-oss;
-            the other fields are unused.
-        key_begin: for "tags", the text before a key.
-        key_end: for "tags", the text between a key and its value, by the value's JSON type. A text
-            that does not depend on the type has the key "".
-        value_end: for "tags", the text after a value. The placeholder `KEY` in it stands for the
-            key.
-        item: for "tags", the key of a list's items, if lists and objects are written as tags too.
-        is_python: for "tags", whether lists and objects are written as Python does.
+    style: "json": an object. "tags": keys and values between texts: `key_begin`, the key, `key_end`
+    by the value's JSON type ("" for any), the value, `value_end`, in which `KEY` stands for the
+    key. "python": keyword arguments. "gemma": JSON with `quote` around strings and none around
+    keys. "harmony": messages of gpt-oss; other fields are unused. item: for "tags", the key of a
+    list's items, if lists and objects are tags too. is_python: for "tags", whether they are
+    Python's.
     """
 
     style: str
@@ -77,19 +71,13 @@ class ToolFormat:
 
     @property
     def triggers(self) -> tuple[str, ...]:
-        """The texts that start calls, such as "<tool_call>".
-
-        Empty if a call is JSON without any text before it.
-        """
+        """The texts that start calls, such as "<tool_call>"; none for bare JSON."""
         found = (_trigger(text) for text in (self.section_begin + self.begin, self.begin))
         return tuple(dict.fromkeys(text for text in found if text))
 
     @property
     def close(self) -> str:
-        """The text that ends calls, such as "</tool_call>".
-
-        It is "" if calls go on to the end of the generated text.
-        """
+        """The text that ends calls, such as "</tool_call>"; "" if the text's end does."""
         return "".join((self.section_end if self.section_begin else self.end).lstrip(" \n]})").split()[-1:])
 
     @property
@@ -123,12 +111,7 @@ class ToolFormat:
 
 
 def _trigger(text: str) -> str:
-    """Return the fixed text by which the start of a tool call is recognised, such as "<tool_call>".
-
-    text: the text that a format puts before a function's name. If it starts with tags such as
-    <tool_call> or [TOOL_CALLS], these are returned. Otherwise, the result is the text before the
-    first JSON object or before `ID`, the placeholder for an identifier.
-    """
+    """Return the fixed text that starts a call, from the `text` before its name."""
     marks = _MARKS.match(text)
     return marks[0] if marks else re.split(rf"{ID}|(?<!\w)\[?\{{|\{{", text)[0].rstrip()
 
@@ -183,19 +166,13 @@ ReadCall = tuple[str, dict]
 
 
 class CallReader:
-    """A parser of tool calls in one format.
-
-    form: the format. schemas: JSON schemas of the functions' parameters, by function name.
-    """
+    """A parser of tool calls in one format."""
 
     def __init__(self, form: ToolFormat, schemas: Mapping[str, Any]):
         self.form, self.schemas = form, {name: Schema(schema) for name, schema in schemas.items()}
 
     def read(self, payload: str) -> list[ReadCall]:
-        """Return (function name, arguments) of each call in `payload`, the text of tool calls.
-
-        Raise ValueError if the text has no call or an invalid one.
-        """
+        """Return the calls in `payload`, the text of calls; raise ValueError if there are none."""
         styles = {"json": self._json, "python": self._python, "gemma": self._gemma, "tags": self._tags}
         try:
             calls = list(styles[self.form.style](payload))
@@ -214,12 +191,7 @@ class CallReader:
 
     @cached_property
     def argument(self) -> re.Pattern:
-        """The pattern of an argument in style "tags", such as <parameter=KEY>VALUE</parameter>.
-
-        The groups `key` and `value` contain the argument's name and value. A third group matches
-        the text between them. The group's name is the JSON type of values after this text, such as
-        `string`, or `any`.
-        """
+        """The pattern of an argument in tags: `key`, `value`, and a group of the type's name."""
         form = self.form
         # White space next to a value may belong to the value, so it is matched exactly.
         exact = lambda text: re.sub(r"((?:\\?\s)+)", r"(?:\1)?", re.escape(text))
@@ -231,17 +203,16 @@ class CallReader:
 
     @cached_property
     def mark(self) -> re.Pattern:
-        """The pattern of the text before or after a value; the group `open` or `close` is its key."""
+        """The pattern of the text before or after a value; `open` or `close` is its key."""
         form = self.form
         close = re.escape(form.value_end).replace(re.escape(KEY), r"(?P<close>[^\s<>]+)")
         return re.compile(rf"{close}|{re.escape(form.key_begin)}(?P<open>[^\s<>]+){re.escape(form.key_end.get('', ''))}")
 
     def fitted(self, name: str, arguments: Any) -> dict | None:
-        """Return the arguments of a call of function `name`; None if they don't match the schema.
+        """Return the arguments of a call; None if they don't match the function's schema.
 
-        Two frequent mistakes of small models are corrected. The value null is left out if the
-        parameter is optional and cannot be null. An argument that only repeats a part of the
-        schema, such as `"required": ["city"]`, is left out too.
+        Two mistakes of small models are corrected: null for an optional parameter, and arguments
+        that repeat a part of the schema, such as `"required": ["city"]`.
         """
         schema = self.schemas.get(name)
         if schema is None or not isinstance(arguments, dict):
@@ -343,7 +314,7 @@ class CallReader:
                     yield key, text[start : mark.start()]
 
     def _nested(self, text: str, schema: Schema, part: Any) -> Any:
-        """Return the value of a text that may consist of tags; part: the value's part of `schema`."""
+        """Return the value of a text that may consist of tags; part: its part of `schema`."""
         kinds, elements = schema.types(part), [*self._elements(text)]
         if elements and "array" in kinds and all(key == self.form.item for key, _ in elements):
             return [self._nested(value, schema, schema.members(part).items) for _, value in elements]
@@ -356,11 +327,7 @@ class CallReader:
 
 
 def read_bare(text: str) -> Iterator[ReadCall]:
-    """Yield (function name, arguments) of calls without tags such as <tool_call> around them.
-
-    The text contains JSON objects, Python literals, or lists of them. The key of the name is one of
-    NAME_KEYS, and the key of the arguments is one of ARGUMENT_KEYS.
-    """
+    """Yield (function name, arguments) of calls without tags such as <tool_call> around them."""
     decoder, at = json.JSONDecoder(), 0
     while found := re.compile(r"[\[{]").search(text, at):
         try:
@@ -392,20 +359,13 @@ def _object(value: Any) -> dict:
 
 
 def _by_text(key_end: Mapping[str, str]) -> dict[str, str]:
-    """Remove entries of `key_end` whose text another entry has too, so that each text occurs once.
-
-    key_end: a dictionary from JSON types to texts, from `ToolFormat`. If several types have the
-    same text, the first type remains. The text of "string" comes first in the result.
-    """
+    """Return `key_end` with each text once, that of strings first."""
     found = dict.fromkeys(key_end[kind] for kind in sorted(key_end, key=lambda kind: kind != "string"))
     return {next(kind for kind, each in key_end.items() if each == text): text for text in found}
 
 
 def _lenient(text: str) -> str:
-    """Return a regular expression that matches `text`, but ignores differences in white space.
-
-    The placeholder `ID` in `text` matches any identifier.
-    """
+    """Return a regular expression that matches `text`, but ignores differences in white space."""
     pattern = ""
     for part in re.split(rf"(\s+|{ID}|[{{}}\[\],:])", text):
         if part == ID:

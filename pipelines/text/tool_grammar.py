@@ -39,11 +39,7 @@ ROOT = "root"
 
 
 class ToolGrammar:
-    """A builder of a Lark grammar for tool calls.
-
-    form: the format in which the model writes calls. special: ids of special tokens by their text.
-    options: llguidance's options for JSON.
-    """
+    """A builder of a Lark grammar for tool calls."""
 
     def __init__(self, form: ToolFormat, special: Mapping[str, int], options: Mapping[str, Any]):
         self.form, self.special, self.options = form, special, options
@@ -56,21 +52,9 @@ class ToolGrammar:
     def text(
         self, schemas: Mapping[str, Any], parallel: bool, answer: Any = None, free: bool = False, strict: Collection[str] = ()
     ) -> str:  # fmt: skip
-        """Return the Lark grammar of a text with a tool call.
+        """Return the Lark grammar of a text with a call; arguments as those of `Tools.grammar`.
 
-        Args:
-            schemas: JSON schemas of the functions' parameters, by function name.
-            parallel: whether several calls are allowed.
-            answer: a JSON schema, or None. If given, the text may be JSON that matches this schema
-                instead of a call.
-            free: whether other text is allowed around or instead of calls. If so, calls must start
-                with a fixed text such as "<tool_call>".
-            strict: names of functions whose arguments must match the complete schema. Of other
-                schemas, a part that cannot be enforced is ignored.
-
-        Raises:
-            PipelineError: a strict schema cannot be enforced, because the format does not write
-                arguments as JSON.
+        Raise PipelineError if a strict schema cannot be enforced.
         """
         form, self.mixed = self.form, answer is not None and not self.form.triggers
         calls = [_Call(self, name, schema, name in strict).rule() for name, schema in schemas.items()]
@@ -90,21 +74,12 @@ class ToolGrammar:
         return "\n".join(["%llguidance {}", f"start: {text}", *self.rules, *terminals, ""])
 
     def lexemes(self, text: str) -> str:
-        """Return Lark strings, separated by spaces, that match a part of a tool call in JSON.
-
-        text: this part, such as '{"name": "f", "arguments": '. Each string, bracket and separator
-        of the JSON becomes one Lark string. White space in `text` is replaced by that of
-        `self.options`.
-        """
+        """Return Lark strings, separated by spaces, that match a part of a tool call in JSON."""
         spaced = {",": self.options["item_separator"], ":": self.options["key_separator"]}
         return " ".join(quoted(spaced.get(part, part)) for part in re.findall(r'"[^"]*"|[{}\[\],:]', text))
 
     def mark(self, text: str) -> str:
-        """Return the Lark expression for a fixed text of a tool call, such as "<tool_call>".
-
-        A special token in `text` is matched as one token. The placeholders `ID` and `KEY` in `text`
-        match any identifier.
-        """
+        """Return the Lark expression for a fixed text of a tool call, such as "<tool_call>"."""
         tokens = {mark: f"<[{index}]>" for mark, index in self.special.items()} | TERMINALS
         return " ".join(tokens.get(part) or quoted(part) for part in self._parts(text))
 
@@ -114,8 +89,8 @@ class ToolGrammar:
     def until(self, end: str, minimum: int = 0, limit: int | None = None, patterns: Sequence[str] = ()) -> str:
         """Return the Lark expression for any text up to and including the first `end`.
 
-        minimum, limit: min and max characters of the text before `end`. patterns: regular
-        expressions, each of which this text matches completely.
+        minimum, limit: min and max characters before it. patterns: regular expressions of that
+        text.
         """
         parts, has_limit = self._parts(end), minimum > 0 or limit is not None or bool(patterns)
         if parts == [end] and end not in self.special and not has_limit:
@@ -147,10 +122,7 @@ class ToolGrammar:
 
 
 class _Call:
-    """A builder of the rules for calls of one function.
-
-    Adds rules to those of `grammar`. schema: JSON schema of the parameters.
-    """
+    """A builder of the rules for calls of one function."""
 
     def __init__(self, grammar: ToolGrammar, name: str, schema: Any, is_strict: bool):
         self.grammar, self.form, self.name, self.is_strict = grammar, grammar.form, name, is_strict
@@ -160,11 +132,7 @@ class _Call:
         self._rules: dict[tuple[str, int], tuple[str, dict[str, Any]]] = {}
 
     def rule(self) -> str:
-        """Return the Lark expression for a call.
-
-        In most formats, the expression begins with the function's name; in some, with the marks
-        before the name.
-        """
+        """Return the Lark expression of a call, from the name on or the marks before it."""
         form, grammar, name = self.form, self.grammar, self.name
         if form.style == "harmony":
             head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
@@ -246,14 +214,14 @@ class _Call:
         return f"{mark(form.quote)} {self._string(schema, form.quote)}" if kind == "string" else self._value(schema)
 
     def _branches(self, schema: Any) -> list[tuple[str, dict[str, Any]]]:
-        """Return `_by_type(schema)`. If no value matches, raise PipelineError or ignore the schema."""
+        """Return `_by_type(schema)`; if nothing matches, raise PipelineError or allow all."""
         found = self._by_type(schema)
         if self.is_strict and not found:
             raise self._refusal()
         return found or self._by_type(ANY)
 
     def _by_type(self, schema: Any) -> list[tuple[str, dict[str, Any]]]:
-        """Divide a part of the function's schema into (JSON type, schema of values of this type)."""
+        """Divide a part of the schema into (JSON type, schema of values of this type)."""
         schema = self._normalised(schema)
         keys = schema.keys() - UNENFORCED
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -280,7 +248,7 @@ class _Call:
         return not self.is_strict or sum(map(len, types)) == len(set().union(*types))
 
     def _normalised(self, schema: Any) -> dict[str, Any]:
-        """Return a part of the schema as an object; if strict, raise PipelineError for no schema."""
+        """Return a part of the schema as an object; if strict, reject what is no schema."""
         if self.is_strict and not is_schema(schema):
             raise self._refusal()
         return schema if isinstance(schema, dict) else NOTHING if schema is False else ANY
@@ -295,10 +263,7 @@ class _Call:
         return self.grammar.json(schema, self.options)
 
     def _string(self, schema: Mapping[str, Any], end: str) -> str:
-        """Return the Lark expression for a string without quotes, followed by the text `end`.
-
-        schema: the JSON schema of the string, which may list the allowed strings.
-        """
+        """Return the Lark expression for a string without quotes, followed by the text `end`."""
         if isinstance(values := schema.get("enum"), list):
             return f"({' | '.join(map(quoted, values))}) {self.grammar.mark(end)}"
         lengths = {key: schema[key] for key in ("minLength", "maxLength") if isinstance(schema.get(key), int)}
@@ -308,16 +273,7 @@ class _Call:
         return self.grammar.until(end, lengths.get("minLength", 0), lengths.get("maxLength"), list(patterns.values()))
 
     def _members(self, schema: Any, write: Callable[[str, Any], str], between: str) -> str:
-        """Add Lark rules for the properties of an object; return the name of the main rule.
-
-        The rules match the properties in the schema's order; optional ones may be left out.
-
-        Args:
-            schema: JSON schema of the object.
-            write: called with a property's key and the schema of its value; returns the Lark
-                expression for the property.
-            between: the text between two properties.
-        """
+        """Return the name of a rule for the properties of an object, in the schema's order."""
         rule, members = self.grammar.rule, self.schema.members(schema)
         if self.is_strict and not members.is_exact:
             raise self._refusal()
@@ -346,7 +302,7 @@ class _Call:
 
 
 def _moved(schema: Any) -> Any:
-    """Return a schema whose references lead to `ROOT` among its definitions instead of to itself."""
+    """Return a schema whose references lead to `ROOT` among its definitions."""
     if isinstance(schema, list):
         return [_moved(each) for each in schema]
     if not isinstance(schema, dict):
