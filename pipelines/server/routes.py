@@ -30,7 +30,10 @@ OPENAPI = "/openapi.json"
 MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 HOME = "chat.html"
 PAGE = files("castiron.pipelines.server").joinpath("page")
-PARTS = tuple(sorted(file.name for file in PAGE.iterdir() if file.name != HOME))
+PARTS = tuple(sorted(
+    f"{folder}{file.name}" for folder in ("", "vendor/") for file in PAGE.joinpath(folder).iterdir()
+    if file.name != HOME and file.name.endswith((".css", ".js", ".svg"))
+))  # fmt: skip
 # URL paths of the page's files.
 PATHS = tuple(f"/page/{name}" for name in PARTS)
 # Scripts, styles and data come from this server only, and text never becomes HTML or code.
@@ -306,7 +309,7 @@ def _add_gets(app: FastAPI, metrics: Metrics) -> None:
         """Return the chat page, or for an embedding model a text that names the endpoint to use."""
         return PlainTextResponse(models.home) if models.home else page()
 
-    @get("/page/{file}", None, 404, key=False, response_class=Response,
+    @get("/page/{file:path}", None, 404, key=False, response_class=Response,
          responses={200: openapi.content("text/javascript", "text/css", "image/svg+xml")})  # fmt: skip
     async def part(request: Request, file: Literal[PARTS]) -> Response:  # type: ignore[valid-type]
         """Return a file of the chat page."""

@@ -18,9 +18,9 @@ CASES = [
     ("plain, 2 * 3 * 4, a_b_c and <b>", "<p>plain, 2 * 3 * 4, a_b_c and &lt;b&gt;</p>"),
     ("one\ntwo\n\nthree", "<p>one<br>two</p><p>three</p>"),
     ("# A\n###### F #\n#no", "<h1>A</h1><h6>F</h6><p>#no</p>"),
-    ("**a *b* c** _d_ ***e*** ~~f~~", "<p><strong>a <em>b</em> c</strong> <em>d</em> <strong><em>e</em></strong> <s>f</s></p>"),
+    ("**a *b* c** _d_ ***e*** ~~f~~", "<p><strong>a <em>b</em> c</strong> <em>d</em> <em><strong>e</strong></em> <s>f</s></p>"),
     ("**open *and [not", "<p>**open *and [not</p>"),
-    ("*a **b* c", "<p><em>a **b</em> c</p>"),
+    ("*a **b* c", "<p>*a *<em>b</em> c</p>"),
     ("`a *b*` ``c ` d`` ` e", "<p><code>a *b*</code> <code>c ` d</code> ` e</p>"),
     (r"\*not\* \# \`", "<p>*not* # `</p>"),
     ("- a\n- b\n  - c\n    - d\n- e", "<ul><li>a</li><li>b<ul><li>c<ul><li>d</li></ul></li></ul></li><li>e</li></ul>"),
@@ -47,7 +47,7 @@ CASES = [
     ("[a *b*](https://x.org/y_z_(w)?q=1 \"t\")", f'<p><a {LINK} href="https://x.org/y_z_(w)?q=1">a <em>b</em></a></p>'),
     ("see https://x.org/a_b. (http://y.org/)", f'<p>see <a {LINK} href="https://x.org/a_b">https://x.org/a_b</a>. (<a {LINK} href="http://y.org/">http://y.org/</a>)</p>'),
     ("<https://x.org/> <mail>", f'<p><a {LINK} href="https://x.org/">https://x.org/</a> &lt;mail&gt;</p>'),
-    ("[https://x.org](https://y.org)", f'<p><a {LINK} href="https://y.org/">https://x.org</a></p>'),
+    ("[https://x.org](https://y.org)", f'<p><a {LINK} href="https://y.org">https://x.org</a></p>'),
     ("a\r\nb<br>c", "<p>a<br>b<br>c</p>"),
 ]  # fmt: skip
 

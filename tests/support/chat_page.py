@@ -72,7 +72,7 @@ class StandIn:
                 if self.path == "/v1/models":
                     self.answer(200, json.dumps({"data": stand_in.models}).encode())
                 elif self.path == "/" or self.path in PATHS:
-                    found = page(HOME if self.path == "/" else self.path.rpartition("/")[2])
+                    found = page(HOME if self.path == "/" else self.path.removeprefix("/page/"))
                     self.answer(200, found.body, **HEADERS, **{"Content-Type": found.headers["content-type"]})
                 else:
                     self.answer(404, b"")

@@ -7,7 +7,7 @@ import { models as askModels } from "./server.js";
 import * as settings from "./settings.js";
 import * as store from "./store.js";
 
-const FULL = "The browser's storage is full: this conversation is not stored. Delete others, or export them.";
+const FULL = "The browser's storage is full: this conversation is not stored. Delete others.";
 // Milliseconds between two redraws, and between two saves, of an answer that grows.
 const PICTURE = 50, SAVING = 1000;
 // Max characters of an answer that a screen reader announces.
@@ -26,9 +26,9 @@ const problems = new Map();
 const shown = () => store.path(chat);
 const plain = () => model && !model.chat_template;
 
-function toast(text, label, action) {
+function toast(text) {
   clearTimeout(toast.timer);
-  $("toast").replaceChildren(text, ...(action ? [h("button", { type: "button", class: "small", onclick: () => { $("toast").hidden = true; action(); } }, label)] : []));
+  $("toast").textContent = text;
   $("toast").hidden = !text;
   toast.timer = setTimeout(() => { $("toast").hidden = true; }, 10_000);
 }
@@ -36,7 +36,7 @@ function toast(text, label, action) {
 function keep(one) {
   if (!one.nodes.length) return;
   chats.set(one.id, one);
-  if (!store.save(one)) toast(FULL, "Export all", exportAll);
+  if (!store.save(one)) toast(FULL);
 }
 
 function list() {
@@ -197,39 +197,16 @@ function rename(one, title) {
 
 function remove(one) {
   if (running?.chat === one) running.control.abort();
-  const problem = problems.get(one.id);
   chats.delete(one.id);
+  problems.delete(one.id);
   store.remove(one.id);
   if (one === chat) show(store.create()); else list();
-  toast(`“${titleOf(one).slice(0, 40)}” is deleted.`, "Undo", () => { keep(one); if (problem) problems.set(one.id, problem); show(one); });
+  toast(`“${titleOf(one).slice(0, 40)}” is deleted.`);
 }
 
 function fresh() {
   if (chat.nodes.length) chat = store.create();
   show(chat);
-}
-
-function exportAll() {
-  const address = URL.createObjectURL(new Blob([store.exported([...chats.values()])], { type: "application/json" }));
-  h("a", { href: address, download: `castiron-conversations-${new Date().toISOString().slice(0, 10)}.json` }).click();
-  setTimeout(() => URL.revokeObjectURL(address), 10_000);
-}
-
-async function importFile(file) {
-  try {
-    if (file.size > store.LARGEST_IMPORT) throw new Error(`it is larger than ${store.LARGEST_IMPORT / 1e6} MB`);
-    const found = store.imported(await file.text());
-    for (const one of found) {
-      // A conversation that differs from the one with its id is added under a new id.
-      const here = chats.get(one.id);
-      if (here && JSON.stringify(here) !== JSON.stringify(one)) one.id = store.create().id;
-      if (chats.get(one.id)) continue;
-      if (!store.save(one)) throw new Error("the browser's storage is full; the conversations that fit are imported");
-      chats.set(one.id, one);
-    }
-    toast(`${found.length} conversation${found.length === 1 ? "" : "s"} read.`);
-  } catch (error) { toast(`${file.name} cannot be imported: ${error.message}.`); }
-  list();
 }
 
 // Shows or hides the list, which covers the conversation on a narrow screen and is beside it on a wide one.
@@ -284,9 +261,6 @@ $("input").addEventListener("keydown", event => {
 });
 $("fresh").addEventListener("click", fresh);
 $("search").addEventListener("input", list);
-$("export").addEventListener("click", exportAll);
-$("import").addEventListener("click", () => $("file").click());
-$("file").addEventListener("change", async () => { await importFile($("file").files[0]); $("file").value = ""; });
 $("menu").addEventListener("click", () => side(!document.body.classList.contains("side")));
 $("close-side").addEventListener("click", () => side(false));
 $("scrim").addEventListener("click", () => side(false));

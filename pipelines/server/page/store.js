@@ -6,10 +6,8 @@
 // Earlier versions of the page called `reasoning` `thoughts`.
 const PREFIX = `castiron ${location.pathname} `;
 const CHAT = `${PREFIX}chat `, SETTINGS = `${PREFIX}settings`;
-const FORMAT = "castiron conversations";
 const ROLES = ["user", "assistant"], ENDS = ["", "stop", "length", "repetition", "stopped", "broken", "tool_calls"];
 const TITLE = 80;
-export const LARGEST_IMPORT = 20_000_000;
 
 export const create = () => ({ id: crypto.getRandomValues(new Uint32Array(3)).join("-"), title: "", changed: Date.now(), nodes: [], head: -1, from: -1 });
 
@@ -85,15 +83,4 @@ export function add(chat, role, content, parent) {
   chat.head = chat.nodes.push(node) - 1;
   if (!chat.title && role === "user") chat.title = content.trim().split("\n")[0].slice(0, TITLE);
   return node;
-}
-
-export const exported = chats => JSON.stringify({ format: FORMAT, version: 1, conversations: chats }, null, 1);
-
-// Returns the conversations of an exported file; throws an Error that names what is invalid.
-export function imported(data) {
-  let file;
-  try { file = JSON.parse(data); } catch { throw new Error("it is not JSON, or was cut short"); }
-  if (file?.format !== FORMAT || !Array.isArray(file.conversations)) throw new Error("it has no conversations that this page exported");
-  if (file.version !== 1) throw new Error(`it is of version ${String(file.version).slice(0, 20)}, and this page reads version 1`);
-  return file.conversations.map(checked);
 }
