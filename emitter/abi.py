@@ -82,7 +82,6 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes that this state takes for one sequence."""
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def of(self, sequences: int) -> Tensor:
@@ -114,7 +113,6 @@ def ring_rows(window: int, tokens: int) -> int:
 class Role:
     """A kind of function that compiled modules export, such as prefill.
 
-    name: pattern of function names; {} stands for the number of tokens.
     operands, results: shapes by name, without the states; T, V and H as above.
     every_token: whether the results need the hidden states of all tokens, not only of the last one.
     """
@@ -159,7 +157,6 @@ class Function:
 
     @property
     def sequences(self) -> int:
-        """Return the number of sequences whose states a call takes: `width` for a batch, else 1."""
         return self.width if self.role == "batch" else 1
 
     def signature(self, states: Iterable[State], vocab: int, hidden: int = 0) -> Signature:
@@ -167,8 +164,8 @@ class Function:
         extents, carried = {"T": self.width, "V": vocab, "H": hidden}, tuple(s.of(self.sequences) for s in states)
 
         def tensors(shapes: Mapping[str, tuple[str, ...]], dtype: str | None = None) -> tuple[Tensor, ...]:
-            found = ((name, tuple(extents[n] for n in shape)) for name, shape in shapes.items())
-            return tuple(Tensor(n, shape, dtype or ("i32" if n == "argmax" else "f32")) for n, shape in found) + carried
+            named = ((name, tuple(extents[n] for n in shape)) for name, shape in shapes.items())
+            return tuple(Tensor(n, shape, dtype or ("i32" if n == "argmax" else "f32")) for n, shape in named) + carried
 
         role = ROLES[self.role]
         return Signature(tensors(role.operands, "i32"), tensors(role.results))

@@ -1,13 +1,8 @@
 """Weight codecs: the formats in which checkpoints store a row of weights, such as f32 and q4_k.
 
-A quantised row is a sequence of blocks, and a block has one or more groups of elements with a
-scale each. `Codec.split` returns the `Parts` of blocks: codes, and factors from which the scale and
-the minimum of a group are computed, such that
-
-    value = scale[group] * code + minimum[group]
-
-`CODECS` has the codecs of floats and of GGUF files, `scaled.SCALED` those of quantised HF
-checkpoints. Block layouts: GGUF specification and ggml's `block_q*` structures (ggml-common.h).
+A quantised row is a sequence of blocks of one or more groups, each with a scale and perhaps a
+minimum; `Parts` has the formula. `CODECS` are those of floats and of GGUF files, `scaled.SCALED`
+those of quantised HF checkpoints. Sources: the GGUF specification and ggml-common.h (`block_q*`).
 """
 
 from collections.abc import Callable
@@ -133,8 +128,8 @@ def _split_q2_0(b: np.ndarray) -> Parts:
 def _ternary(columns: np.ndarray, digits: int) -> np.ndarray:
     """Unpack the base-3 digits of u8 [n, b] (ggml's tq1_0), minus 1, all first digits first."""
     powers = (3 ** np.arange(digits)).astype(np.uint8)
-    found = (columns[:, None, :] * powers[:, None]).astype(np.uint16) * 3 >> 8
-    return found.astype(np.int8).reshape(len(columns), -1) - np.int8(1)
+    digit = (columns[:, None, :] * powers[:, None]).astype(np.uint16) * 3 >> 8
+    return digit.astype(np.int8).reshape(len(columns), -1) - np.int8(1)
 
 
 def _split_tq1_0(b: np.ndarray) -> Parts:

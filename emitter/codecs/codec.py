@@ -1,7 +1,4 @@
-"""Formats of stored weights, such as q4_k.
-
-`Codec` describes a format. `Parts` has the codes and scales of quantised blocks as NumPy arrays.
-"""
+"""`Codec`, a format of stored weights such as q4_k, and `Parts`, the codes and scales of blocks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -42,15 +39,14 @@ class Codec:
 
     splitter: unpacks blocks to `Parts`; None if the format is not quantised.
     bits: size of a code in packed weights; codes of 8 bits are signed, shorter ones unsigned.
-    table: the values that a code may have; packed weights store the index of the value.
-    offset: without a table, what is added to a code in packed weights to make it unsigned.
+    table: the values of codes, which packed weights index; without one, `offset` makes codes
+        unsigned.
     group: number of elements that share a scale.
-    minimum: +1 if a minimum is added to the elements of a group, -1 if it is subtracted, 0 for
-        none.
-    exponents: the scale of a block is an exponent of 2, as in OCP's MX formats.
-    small_floats: the scale of a group is an E4M3 float, as in NVIDIA's NVFP4.
-    zeros: each block stores a zero point; the minimum is the scale times the zero point.
-    e4m3: codes are 8-bit floats of OCP's type E4M3.
+    minimum: +1 if a group's minimum is added to its elements, -1 if it is subtracted, 0 for none.
+    exponents: scales of blocks are exponents of 2 (OCP's MX). small_floats: scales of groups are
+        E4M3.
+    zeros: the minimum of a block is its scale times a stored zero point. e4m3: codes are E4M3
+        floats.
     """
 
     name: str
@@ -71,8 +67,8 @@ class Codec:
     def integers(self) -> tuple[int, int]:
         """Return the smallest and the largest integer that int8 kernels multiply as a code."""
         if self.table:
-            found = [round(self.int8_scale * value) for value in self.table]
-            return min(found), max(found)
+            codes = [round(self.int8_scale * value) for value in self.table]
+            return min(codes), max(codes)
         return (-128, 127) if self.bits == 8 else (0, (1 << self.bits) - 1)
 
     def _fits_i32(self, elements: int, digits: int) -> bool:
@@ -95,7 +91,6 @@ class Codec:
 
     @cached_property
     def has_group_scales(self) -> bool:
-        """Return whether the groups of a block have scales of their own."""
         return self.split(np.zeros((1, self.block_bytes), np.uint8)).scales is not None
 
     @property
@@ -108,7 +103,6 @@ class Codec:
 
     @property
     def has_bf16_codes(self) -> bool:
-        """Return whether bf16 represents every code exactly."""
         return self.e4m3 or self.has_integers
 
     @cached_property
@@ -124,7 +118,7 @@ class Codec:
         return replace(self, table=tuple(round(self.int8_scale * value) / self.int8_scale for value in self.table))
 
     @property
-    def summed(self) -> bool:
+    def needs_input_sums(self) -> bool:
         """Return whether a matmul needs the sum of x over each group: offset or minimum."""
         return bool(self.offset or self.minimum)
 

@@ -1,7 +1,4 @@
-"""Check that stored weights are finite, that is, neither infinite nor NaN.
-
-For most formats, it is enough to check the scales of the blocks, without dequantising weights.
-"""
+"""Check that stored weights are finite; for most formats, the scales of the blocks are enough."""
 
 import numpy as np
 

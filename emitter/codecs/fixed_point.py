@@ -1,7 +1,7 @@
 """Quantise f32 numbers to integers of 8, 16 or 24 bits; each group of 32 numbers shares a scale.
 
-An integer has one to three signed bytes, its digits in base 256. With 8 bits this is ggml's Q8_0.
-With 24 bits, rounding is as small as that of f32 sums: a step is 2^-22 of the group's max |x|.
+An integer has one to three signed bytes, its digits in base 256: 8 bits are ggml's Q8_0, and with
+24 bits rounding is as small as that of f32 sums.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def quantise(groups: np.ndarray, digits: int = 1) -> tuple[np.ndarray, np.ndarra
 
 def digits_of(integers: np.ndarray, digits: int) -> np.ndarray:
     """Return the signed base-256 digits of integers, highest first: i8 [digits, ...]."""
-    rest, found = integers.astype(np.int64), []
+    rest, lowest_first = integers.astype(np.int64), []
     for _ in range(digits):
-        found.append(rest.astype(np.int8))
-        rest = (rest - found[-1]) >> 8
-    return np.stack(found[::-1])
+        lowest_first.append(rest.astype(np.int8))
+        rest = (rest - lowest_first[-1]) >> 8
+    return np.stack(lowest_first[::-1])

@@ -1,11 +1,8 @@
 """Unpack blocks of ggml's IQ1, IQ2 and IQ3 types, whose codes come from a fixed grid.
 
-A grid is a list of vectors of four or eight values. For each four or eight elements, a block stores
-one number: the index of the vector that has their codes.
-
-`iq_grids.json` has ggml's grids (ggml-common.h) in base64. It stores each value of a vector as an
-index in `_LEVELS`, the possible values. An index takes two or four bits (`_BITS`), and the first
-index of a byte is in its lowest bits.
+A grid is a list of vectors of four or eight values; a block stores the indices of vectors.
+`iq_grids.json` has ggml's grids (ggml-common.h) in base64, each value as an index in `_LEVELS` of
+two or four bits (`_BITS`), the first one in the lowest bits of a byte.
 """
 
 import json

@@ -1,22 +1,14 @@
-"""Quantise weights to blocks, such as q4_k: search scales and codes, then pack them into bytes.
+"""Quantise weights to a GGUF format with the smallest (weighted) squared error.
 
-A code is the integer that is stored for an element. A group of elements shares a scale and, in some
-formats, a minimum: the value of an element is scale * code + minimum. For each group, the search
-minimises the weighted squared error:
+1. Round the elements of a group to codes with several candidate scales.
+2. For the codes of each candidate, compute the best scale and minimum in closed form; take the
+   best.
+3. In K-quants, round the scales to multiples of one scale of the block, then fit and round minima.
+4. Round the elements again, with scales and minima as they are stored.
 
-1. It rounds the elements to codes with several candidate scales.
-2. For the codes of each candidate, it computes the best scale and minimum in closed form. Then it
-   selects the candidate with the smallest error.
-3. In K-quants, it rounds the scales to integer multiples of one scale of the block, then fits the
-   minima again and rounds them, too.
-4. It rounds the elements to codes again, with the scales and minima as they are stored.
-
-The search is that of ggml's `make_qx_quants` and `make_qkx2_quants`, except for one thing: Without
-an importance matrix, ggml gives larger elements a larger weight. Here all elements have the same
-weight, which minimises the mean square error.
-
-The search stores elements as [group, n], with a column for each of n groups, so that every step
-reads contiguous memory.
+The search is that of ggml's `make_qx_quants` and `make_qkx2_quants`, but without an importance
+matrix all elements have the same weight, which minimises the mean square error. Elements are stored
+as [group, n], a column for each group, so that every step reads contiguous memory.
 """
 
 from __future__ import annotations
@@ -126,10 +118,10 @@ def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.n
         _codes(encoder, x, _quotient(np.float32(encoder.low - step), largest), codes)
         xl = _dot(weighted, codes)
         ll = _dot(codes if weights is None else np.multiply(weights, codes, out=heavy), codes)
-        found = _quotient(xl, ll)
-        better = found * xl > best
-        np.copyto(best, found * xl, where=better)
-        np.copyto(scale, found, where=better)
+        candidate = _quotient(xl, ll)
+        better = candidate * xl > best
+        np.copyto(best, candidate * xl, where=better)
+        np.copyto(scale, candidate, where=better)
     return scale
 
 
@@ -180,7 +172,6 @@ def _as_factors(values: np.ndarray, groups: int, high: int) -> tuple[np.ndarray,
 
 
 def _rounded(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Round `values` to f16; return them as f16 and, converted back, as f32."""
     stored = values.astype(np.float16)
     return stored, stored.astype(np.float32)
 
@@ -240,7 +231,6 @@ def _six_bits(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
 
 
 def _join_32(offset: int, bits: int) -> Callable[[Parts], np.ndarray]:
-    """Return a function that packs blocks of q4_0, q4_1, q5_0 or q5_1."""
 
     def join(parts: Parts) -> np.ndarray:
         codes = _unsigned(parts.codes, offset)

@@ -1,8 +1,7 @@
 """Storage formats for the weights of quantised HF checkpoints, such as int4, e4m3 and nf4.
 
-A block of 32, 64 or 128 elements has a code for each element, a scale, and perhaps a zero point. If
-more elements share a scale in the checkpoint, such as a complete row, several blocks repeat this
-scale. So any multiple of 32 elements can share a scale.
+A block of 32, 64 or 128 elements has codes, a scale, and perhaps a zero point; larger groups, such
+as a complete row, repeat their scale in several blocks.
 """
 
 from collections.abc import Callable
@@ -42,9 +41,9 @@ _SAME = {"int4_32_f16": "q4_0", "int8_32_f16": "q8_0"}
 def _e4m3_values() -> np.ndarray:
     """Return the values of E4M3 (OCP's OFP8), f16 [256]; codes 0x7F and 0xFF are NaN."""
     exponents, mantissas = np.divmod(np.arange(128), 8)
-    found = np.where(exponents == 0, mantissas / 8 * 2.0**-6, (1 + mantissas / 8) * 2.0 ** (exponents - 7))
-    found[-1] = np.nan
-    return np.concatenate([found, -found]).astype(np.float16)
+    positive = np.where(exponents == 0, mantissas / 8 * 2.0**-6, (1 + mantissas / 8) * 2.0 ** (exponents - 7))
+    positive[-1] = np.nan
+    return np.concatenate([positive, -positive]).astype(np.float16)
 
 
 E4M3 = _e4m3_values()
@@ -69,8 +68,8 @@ def unpack_fields(columns: np.ndarray, run: int, bits: int, left: int = 0) -> np
 
 def translated(numbers: np.ndarray, table: np.ndarray) -> np.ndarray:
     """Return `table[numbers]` for up to 256 bytes, six times as fast as NumPy's indexing."""
-    found = bytearray(np.ascontiguousarray(numbers.T)).translate(table.tobytes().ljust(256))
-    return np.frombuffer(found, table.dtype).reshape(numbers.T.shape).T
+    looked_up = bytearray(np.ascontiguousarray(numbers.T)).translate(table.tobytes().ljust(256))
+    return np.frombuffer(looked_up, table.dtype).reshape(numbers.T.shape).T
 
 
 def signed(codes: np.ndarray, offset: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The typed SSA graph: values, operations, functions and modules.
 
-Operations are appended to the function being built (`with module.function(...)`). Each operation
-records the path of its layer in the model, such as `layers.3.self_attn`, which `scope` sets.
+Operations are appended to the function being built (`with module.function(...)`), with the path of
+their layer, such as `layers.3.self_attn`, which `scope` sets.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Append StableHLO operations to the graph and return their results.
-
-The types of results are inferred. An invalid operation raises EmitError.
-"""
+"""Append StableHLO operations to the graph; an invalid operation raises EmitError."""
 
 from __future__ import annotations
 
@@ -135,8 +132,7 @@ def dot_general(
 ) -> Value:
     """Multiply a and b, as StableHLO's `dot_general` does.
 
-    contract, batch: (dimensions of a, dimensions of b) that are summed over, or common to both. The
-        result has the batch dimensions, then the remaining ones of a, then those of b.
+    contract, batch: (dimensions of a, dimensions of b) that are summed over, or common to both.
     """
     (ca, cb), (ba, bb) = (tuple(map(tuple, contract)), tuple(map(tuple, batch)))
     free_a = tuple(n for i, n in enumerate(a.shape) if i not in ca + ba)

@@ -1,12 +1,8 @@
 """Print modules as MLIR text; equal modules give equal bytes on every machine.
 
-The argument `weights` selects one of two forms:
-- "arguments": only StableHLO, unless the module calls kernels. Each weight is an additional
-  argument of the function that reads it, after the function's own. A table that is not in the
-  checkpoint, such as the cosines of rotary embeddings, is a function that returns a constant.
-- "parameters": for IREE. Each weight is a global, which IREE loads from the parameter scope
-  "model". If an output overwrites an input, the attribute `iree.abi.output` makes IREE write the
-  output to the input's buffer. Kernels are called with `flow.dispatch`.
+Weights are "arguments" of the functions that read them, which gives only StableHLO without kernels,
+or "parameters" for IREE: globals of the scope "model". Then `iree.abi.output` ties states to their
+buffers, and kernels are called with `flow.dispatch`.
 """
 
 from __future__ import annotations
@@ -56,14 +52,14 @@ def print_operations(module: Module, table: Table) -> str:
 
 
 def _kernels(module: Module) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    kernels: dict[str, Any] = {}
     for function in module.functions.values():
         for op in function.ops:
             if op.kind == "kernel":
                 kernel = op.attrs["kernel"]
-                if found.setdefault(kernel.name, kernel).text != kernel.text:
+                if kernels.setdefault(kernel.name, kernel).text != kernel.text:
                     raise EmitError(f"two different kernels are named {kernel.name!r}; rename one kernel")
-    return found
+    return kernels
 
 
 def _function(module: Module, function: Graph, weights: str, table: Table = LOWERED) -> list[str]:

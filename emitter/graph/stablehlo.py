@@ -63,7 +63,6 @@ def build(
 
 
 def _moves(rule: Callable[[Op], str | None]) -> Callable[[Op], str | None]:
-    """Return a check that requires equal element types of operand and result, then calls `rule`."""
 
     def with_dtype(op: Op) -> str | None:
         return "the element type changes" if op.operands[0].dtype is not op.results[0].dtype else rule(op)

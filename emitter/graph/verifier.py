@@ -78,8 +78,8 @@ def _check_function(module: Module, function: Graph, table: Table, read: set[str
     if not function.outputs:
         raise wrong(None, "it has no outputs; return at least one value")
     if len(function.outputs) != len(set(function.output_names)):
-        found = ", ".join(function.output_names)
-        raise wrong(None, f"{len(function.outputs)} outputs have the names {found}; give each output its own name")
+        listed = ", ".join(function.output_names)
+        raise wrong(None, f"{len(function.outputs)} outputs have the names {listed}; give each output its own name")
     for index, value in enumerate(function.outputs):
         if value not in defined:
             raise wrong(None, f"output {index} ({value.type}) is no input or result of this function")

@@ -1,16 +1,12 @@
 """KV caches: buffers for full attention, ring buffers for sliding windows, formats of rows.
 
-A row stores the key or the value of one kv head at one position. Its shape depends on the format:
+A row is the key or the value of one kv head at one position:
 
     f32, f16   [head_dim]
-    q8_0       [groups, 4 + G] bytes: each group has a scale d (f32) and G signed bytes.
-               An element is d * byte.
+    q8_0       [groups, 4 + G] bytes: each group has a scale d (f32) and G signed bytes, d * byte
 
-G is 32, as in ggml's q8_0. If head_dim is not a multiple of 32, G is the largest power of two that
-divides it.
-
-ggml stores d as f16, which takes 6 % less memory. Here d is f32, because converting d from f16 took
-a fifth of the decode time.
+G is 32 as in ggml, or else the largest power of two that divides head_dim. ggml stores d as f16,
+which takes 6 % less memory, but converting it took a fifth of the decode time.
 """
 
 from __future__ import annotations
@@ -38,7 +34,6 @@ class Cache:
 
     @property
     def grouped(self) -> bool:
-        """Return whether elements are int8 codes with one scale per group, as in q8_0."""
         return self.dtype is I8
 
     def group(self, head_dim: int) -> int:
@@ -95,13 +90,13 @@ def layer_caches(windows: Mapping[int, int | None], context: int, kv_heads: int,
 
     windows: from a layer to its sliding window in tokens, or None; all windows are equal.
     """
-    found: list[State] = []
+    states: list[State] = []
     for window in sorted(set(windows.values()), key=bool):
         layers = tuple(layer for layer, own in windows.items() if own == window)
         suffix, kind = ("_sliding", "window") if window else ("", "positional")
         shape = len(layers), context, kv_heads, head_dim
-        found += [State(f"{name}{suffix}", shape, kind, window or 0, layers=layers) for name in "kv"]
-    return tuple(found)
+        states += [State(f"{name}{suffix}", shape, kind, window or 0, layers=layers) for name in "kv"]
+    return tuple(states)
 
 
 def cut_to_rings(states: Sequence[State], tokens: int) -> tuple[State, ...]:

@@ -1,8 +1,4 @@
-"""The layer operations, such as `linear` and `attention`: their checks, and their text in MLIR.
-
-A model is built from layer operations. Lowering then replaces them by StableHLO operations or calls
-of kernels.
-"""
+"""The layer operations, such as `linear` and `attention`: their checks, and their text in MLIR."""
 
 from __future__ import annotations
 
@@ -48,9 +44,9 @@ def _norm(max_weights: int, *ranks: int) -> Callable[[Op], str | None]:
     """Return a check of a norm with at most `max_weights` weights, bias included, of `ranks`."""
 
     def rule(op: Op) -> str | None:
-        x, *own = op.operands
-        ok = x.type == op.results[0].type and 1 <= len(own) <= max_weights and op.attrs["eps"] > 0
-        ok = ok and all(w.shape in [x.shape[x.type.rank - rank :] for rank in ranks] for w in own)
+        x, *weights = op.operands
+        ok = x.type == op.results[0].type and 1 <= len(weights) <= max_weights and op.attrs["eps"] > 0
+        ok = ok and all(w.shape in [x.shape[x.type.rank - rank :] for rank in ranks] for w in weights)
         return None if ok else "needs x, weights of its last dimension, and a positive epsilon"
 
     return rule
@@ -143,16 +139,18 @@ def _recurrence(fits: Callable[[list[tuple[int, ...]], tuple[int, ...]], bool]) 
     def rule(op: Op) -> str | None:
         mode, (y, after) = op.attrs["mode"], op.results
         numbers = 1 + (mode == "prefill")
-        *own, state = op.operands[:-numbers]
-        starts, tokens = op.operands[-numbers:], own[0].shape[0]
+        *inputs, state = op.operands[:-numbers]
+        starts, tokens = op.operands[-numbers:], inputs[0].shape[0]
         start = (tokens,) if mode == "batch" else ()
         if [(v.dtype, v.shape) for v in starts] != [(I32, start), (I32, ())][:numbers]:
             return _POSITIONS
         if after.type != state.type or not 0 <= op.attrs["layer"] < state.shape[0] // (tokens if mode == "batch" else 1):
             return "the layer is out of range, or the state's type changes"
-        if any(v.dtype is not F32 for v in (*own, state, y)) or mode == "decode" and tokens != 1:
+        if any(v.dtype is not F32 for v in (*inputs, state, y)) or mode == "decode" and tokens != 1:
             return "operands must be f32, and decode takes one token"
-        return None if fits([*(v.shape for v in own), y.shape], state.shape[1:]) else "shapes of operands do not fit the state"
+        return (
+            None if fits([*(v.shape for v in inputs), y.shape], state.shape[1:]) else "shapes of operands do not fit the state"
+        )
 
     return rule
 

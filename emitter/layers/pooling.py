@@ -72,8 +72,7 @@ class Pooling:
     def pool(self, step: Step, x: Value, chunks: bool) -> Value:
         """Append the pooling of x [T, hidden] to the function being built; return f32 [features].
 
-        chunks: whether a text may be encoded in several calls, so that the mean includes earlier
-            calls.
+        chunks: whether a text may take several calls.
         """
         if self.mode == "cls" and chunks:
             raise EmitError("pooling 'cls' does not support causal models; use pooling 'mean' or 'last'")

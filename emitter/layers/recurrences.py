@@ -1,9 +1,7 @@
 """Layer operations with a recurrent state: causal convolution, gated delta rule, selective scan.
 
-The size of a recurrent state does not depend on the length of the sequence. A state has a slice for
-each layer that uses it, and `State.layers` lists these layers. The argument `layer` is a layer's
-index in the model. The results are the same whether tokens come one by one, in chunks, padded, or
-in a batch with other sequences.
+A state has a slice for each layer in `State.layers`; `layer` is a layer's index in the model. The
+results are the same whether tokens come one by one, in chunks, padded, or in a batch.
 """
 
 from __future__ import annotations
@@ -71,7 +69,6 @@ def _rate(step: Step, heads: int) -> Value:
 
 
 def _recur(step: Step, kind: str, operands: Sequence[Value], layer: int, name: str, like: Value) -> Value:
-    """Append an operation that reads and updates a layer's recurrent state; return its output."""
     state = step.states[name]
     numbers = (step.start,) + ((step.length,) if step.length is not None else ())
     attrs = {"layer": _index(step, kind, name, layer, operands), "mode": step.mode}
@@ -111,19 +108,19 @@ def carry(step: Step, name: str, layer: int, after: Value) -> None:
 
 def of_layer(state: Value, layer: int, sequences: int) -> Value:
     """Return one layer's slice [sequences, ...] of a state [sequences * layers, ...]."""
-    per, own = state.shape[0] // sequences, state.shape[1:]
-    by_sequence = ops.reshape(state, (sequences, per, *own))
-    rest = [0] * len(own)
-    return ops.reshape(ops.slice_(by_sequence, (0, layer, *rest), (sequences, layer + 1, *own)), (sequences, *own))
+    per, shape = state.shape[0] // sequences, state.shape[1:]
+    by_sequence = ops.reshape(state, (sequences, per, *shape))
+    rest = [0] * len(shape)
+    return ops.reshape(ops.slice_(by_sequence, (0, layer, *rest), (sequences, layer + 1, *shape)), (sequences, *shape))
 
 
 def with_layer(state: Value, layer: int, after: Value) -> Value:
     """Return a copy of `state` in which `after` [sequences, ...] replaces one layer's slice."""
-    sequences, own = after.shape[0], state.shape[1:]
+    sequences, shape = after.shape[0], state.shape[1:]
     zero = ops.constant(0, I32, ())
-    at = [zero, ops.constant(layer, I32, ()), *(zero for _ in own)]
-    by_sequence = ops.reshape(state, (sequences, state.shape[0] // sequences, *own))
-    carried = ops.dynamic_update_slice(by_sequence, ops.reshape(after, (sequences, 1, *own)), at)
+    at = [zero, ops.constant(layer, I32, ()), *(zero for _ in shape)]
+    by_sequence = ops.reshape(state, (sequences, state.shape[0] // sequences, *shape))
+    carried = ops.dynamic_update_slice(by_sequence, ops.reshape(after, (sequences, 1, *shape)), at)
     return ops.reshape(carried, state.shape)
 
 

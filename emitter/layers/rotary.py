@@ -230,12 +230,12 @@ def rotary(theta: float, rotary_dim: int, scaling: Mapping | None, max_positions
     if unknown:
         raise EmitError(f"rope scaling {kind!r} has the unknown key {shorten_list(sorted(unknown))}; remove it from the config")
     with np.errstate(all="ignore"):
-        found = build(float(theta), rotary_dim, scaling, max_positions)
-    if not np.isfinite(found.inv_freq).all() or not is_positive(found.attention_factor):
+        frequencies = build(float(theta), rotary_dim, scaling, max_positions)
+    if not np.isfinite(frequencies.inv_freq).all() or not is_positive(frequencies.attention_factor):
         raise EmitError(
             f"rope scaling {kind!r} with the base {theta} gives infinite or NaN frequencies; correct its parameters"
         )
-    return found
+    return frequencies
 
 
 def _check_base(theta: float, rotary_dim: int) -> None:

@@ -1,4 +1,4 @@
-"""Classes with which layers build a graph: `Weight`, `ModelModule`, and `Step` for one function."""
+"""What layers build a graph with: `Weight`, `ModelModule`, and `Step` for one function."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from castiron.emitter.graph.types import DTYPES, F32, EmitError, TensorType
 class Weight:
     """A tensor that the model reads: a tensor of the checkpoint, or one made from several.
 
-    codec: the format in which the bundle stores the weight.
     transform: applied to the f32 values before they are stored; the codec is f32.
     values: computes the tensor, if it is not in the checkpoint.
     parts: (name, shape) of the checkpoint tensors whose rows are stacked; default: tensor `name`.
-    groups, rows: the stacked rows form `groups` equal groups, and the weight has rows[0] to rows[1]
-        - 1 of each, such as q of a fused qkv projection; None: all rows.
+    groups, rows: of each of `groups` equal groups of the stacked rows, the weight has `rows`
+        (first, end), such as q of a fused qkv projection; None: all rows.
     apart: (heads, n): the first n rows of each head are stored as 0, 2, 4, ..., 1, 3, 5, ...,
         because the checkpoint rotates rows 2i and 2i + 1 together.
     """
@@ -54,24 +53,21 @@ class Weight:
             return tensors[0]
         counts = (prod(shape[:-1]) if len(shape) > 1 else shape[0] for _, shape in self.tensors)
         rows = np.concatenate([t.reshape(count, -1) for t, count in zip(tensors, counts, strict=True)])
-        own = rows.reshape(self.groups, -1, rows.shape[1])[:, slice(*(self.rows or (None,)))]
-        own = self._apart(own.reshape(-1, rows.shape[1]))
-        return own.reshape(-1) if len(self.shape) == 1 else own
+        selected = rows.reshape(self.groups, -1, rows.shape[1])[:, slice(*(self.rows or (None,)))]
+        selected = self._apart(selected.reshape(-1, rows.shape[1]))
+        return selected.reshape(-1) if len(self.shape) == 1 else selected
 
     def _apart(self, rows: np.ndarray) -> np.ndarray:
         if self.apart is None:
             return rows
         heads, turning = self.apart
-        own = rows.reshape(heads, -1, rows.shape[1])
+        by_head = rows.reshape(heads, -1, rows.shape[1])
         order = (slice(0, turning, 2), slice(1, turning, 2), slice(turning, None))
-        return np.concatenate([own[:, part] for part in order], 1).reshape(rows.shape)
+        return np.concatenate([by_head[:, part] for part in order], 1).reshape(rows.shape)
 
 
 def source(weights: Sequence[Weight], pack: Callable[..., np.ndarray]) -> Source:
-    """Return the recipe for an array of the weights file that is made of `weights`.
-
-    pack: gets the bytes of each weight, u8 [*shape[:-1], row_bytes]; returns the array to store.
-    """
+    """Return the recipe of a stored array; `pack` gets the bytes of each weight (`Weight.raw`)."""
 
     def pack_tensors(*tensors: np.ndarray) -> np.ndarray:
         left = iter(tensors)
@@ -95,10 +91,7 @@ class ModelModule(Module):
 
     @contextmanager
     def step(self, entry: Function, states: Sequence[State], context: int) -> Iterator[Step]:
-        """Add a function to the module; yield the `Step` with which layers build it.
-
-        context: the max number of tokens in a sequence.
-        """
+        """Add a function to the module; yield the `Step` with which layers build it."""
         for state in states:
             if problem := state.problem():
                 raise EmitError(f"invalid state {state.name!r}: {problem}; correct its fields")
@@ -113,7 +106,6 @@ class ModelModule(Module):
             yield Step(self, entry.role, tokens, start, function.length, carried, {s.name: s for s in states}, context)
 
     def weight(self, weight: Weight) -> Value:
-        """Append an operation that reads `weight` to the function being built; return its value."""
         for name, shape in weight.tensors or ((weight.name, weight.shape),):
             known = self.weights.setdefault(name, weight if name == weight.name else Weight(name, shape, weight.codec))
             if known.shape != shape:
@@ -165,11 +157,7 @@ class Step:
         return (keys.name, values.name), keys.layers.index(layer)
 
     def weight(self, name: str, shape: Sequence[int], codec: str | None = None, transform=None) -> Value:
-        """Return the checkpoint tensor `<module path>.<name>` as a value of type f32.
-
-        codec: None: what `module.codecs` returns. transform: applied to the f32 values before
-            storing.
-        """
+        """Return the tensor `<module path>.<name>` as f32, by default in the codec of `module.codecs`."""
         full = ".".join(filter(None, (current_path(), name)))
         return self.module.weight(Weight(full, tuple(shape), codec or self.module.codecs(full), transform))
 

@@ -351,9 +351,9 @@ def _gated_norm(graph: _Uses, op: Op) -> None:
     delta = graph.only(norm.operands[0], "gated_delta") if norm else None
     if norm is None or delta is None or gate is None or gate.attrs["function"] != "silu" or norm.operands[1].type.rank != 1:
         return
-    *own, state = delta.operands[:8]
+    *inputs, state = delta.operands[:8]
     attrs = {**delta.attrs, "norm_eps": norm.attrs["eps"]}
-    operands = (*own, norm.operands[1], gate.operands[0], state, *delta.operands[8:])
+    operands = (*inputs, norm.operands[1], gate.operands[0], state, *delta.operands[8:])
     graph.replaced[op] = [Op("gated_delta", operands, (op.results[0], delta.results[1]), attrs, delta.path)]
     graph.absorbed.update((norm, gate, delta))
 

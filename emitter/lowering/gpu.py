@@ -26,7 +26,7 @@ from castiron.emitter.kernels.gpu.attention import append
 from castiron.emitter.kernels.gpu.attention import attention as attention_kernel
 from castiron.emitter.kernels.gpu.embed import embed
 from castiron.emitter.kernels.gpu.gemm import gemm
-from castiron.emitter.kernels.gpu.heads import Rows
+from castiron.emitter.kernels.gpu.heads import QkvRows
 from castiron.emitter.kernels.gpu.matvec import MAX_TOKENS, matvec
 from castiron.emitter.kernels.gpu.norm import norm as norm_kernel
 from castiron.emitter.kernels.gpu.route import route as route_kernel
@@ -141,20 +141,20 @@ def fused_attention(op: Op, *operands: Any) -> tuple[Value, Value, Value]:
     ring = cache_rows if attrs["cache"] == "window" else None
     # A ring buffer has fewer rows than there are positions, so the rotary tables give the context.
     context = given["cos"].shape[0] if ring and "cos" in given else cache_rows
-    caches, rows = Caches(layers, context, CACHES[attrs["storage"]], ring), Rows(tuple(x.shape[1] for x in values))
+    caches, rows = Caches(layers, context, CACHES[attrs["storage"]], ring), QkvRows(tuple(x.shape[1] for x in values))
     given |= {f"rows{i}": x for i, x in enumerate(values)}
     cached: dict[str, Any] = {"k_cache": k_cache, "v_cache": v_cache, "layer": attrs["layer"]}
     if attrs["mode"] in ("decode", "batch"):
         kind = DecodeTokens("batch", tokens) if attrs["mode"] == "batch" else DecodeTokens()
         kernel = attention_kernel(caches, layout, scores, kind, rows)
-        found = kernel_call(kernel, **_ordered(kernel, {**given, **sinks, "position": start, **cached}))
-        return found["out"], found["k_cache"], found["v_cache"]
+        results = kernel_call(kernel, **_ordered(kernel, {**given, **sinks, "position": start, **cached}))
+        return results["out"], results["k_cache"], results["v_cache"]
     given |= {"start": start, "length": rest[0] if rest else ops.constant(tokens, I32, ())}
     kernel = append(caches, layout, tokens, rows)
     appended = kernel_call(kernel, **_ordered(kernel, {**given, **cached}))
     kernel = attention_kernel(caches, layout, scores, DecodeTokens("chunk", tokens), rows)
-    found = kernel_call(kernel, **_ordered(kernel, {**given, **sinks, **cached, **appended}))
-    return found["out"], appended["k_cache"], appended["v_cache"]
+    results = kernel_call(kernel, **_ordered(kernel, {**given, **sinks, **cached, **appended}))
+    return results["out"], appended["k_cache"], appended["v_cache"]
 
 
 def _ordered(kernel: Kernel, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,16 +166,16 @@ def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Valu
     given = {} if correction is None else {"correction": correction.value()}
     chosen_from = (attrs["groups"], attrs["rated"]) if attrs["groups"][0] > 1 else ()
     kernel = route_kernel(*logits.shape, attrs["top_k"], attrs["scores"], attrs["normalised"], bool(given), *chosen_from)
-    found = kernel_call(kernel, logits=logits, **given)
-    return found["chosen"], found["weights"]
+    results = kernel_call(kernel, logits=logits, **given)
+    return results["chosen"], results["weights"]
 
 
 def argmax_rows(op: Op, logits: Value) -> Value:
     *rows, vocab = logits.shape
     count = rows[0] if rows else 1
     parts = kernel_call(best_of_parts(count, vocab), logits=ops.reshape(logits, (count, vocab)))
-    found = kernel_call(best_of_rows(count, parts_of(vocab)), best=parts["best"], index=parts["index"])["argmax"]
-    return ops.reshape(found, tuple(rows))
+    index = kernel_call(best_of_rows(count, parts_of(vocab)), best=parts["best"], index=parts["index"])["argmax"]
+    return ops.reshape(index, tuple(rows))
 
 
 def rules() -> dict[str, Rule]:

@@ -1,17 +1,11 @@
-"""Fuse StableHLO operations into the GPU kernels before and after them.
+"""Fuse StableHLO operations into the GPU kernels before and after them; the others stay.
 
-The input is a function of kernel calls and StableHLO operations. Fusion saves dispatches and
-memory:
-
-- A kernel applies element-wise operations to its result before it stores the result. An attention
-  kernel can also multiply the result of each head by a matrix.
-- If an operand of a kernel is cheap to compute, the kernel computes its elements instead of loading
-  them. Otherwise, a new kernel computes the operand first.
-- If several slices of a costly tensor are used, a new kernel computes the tensor once.
+- A kernel applies element-wise operations to its result before it stores it; an attention kernel
+  can also multiply the result of each head by a matrix.
+- A kernel computes the elements of a cheap operand instead of loading them; a new kernel computes a
+  costly one first, and a costly tensor with several slices once.
 - Two independent kernels of a layer become one dispatch.
 - In a small matmul of few rows, each workgroup computes the norm of the input itself.
-
-All other operations stay StableHLO.
 """
 
 from __future__ import annotations
@@ -36,7 +30,7 @@ NEAR = 16  # max number of operations between kernels that become one dispatch
 
 
 @dataclass
-class _Function:
+class _Fusion:
     """A lowered function whose operations are being fused.
 
     stored: from a value that a kernel writes to memory to the result of this kernel.
@@ -100,7 +94,7 @@ class _Function:
 
 def fuse_kernels(graph: Graph) -> Graph:
     """Return a copy of a lowered function with StableHLO operations fused into its GPU kernels."""
-    f, ops = _Function(graph), list[Op]()
+    f, ops = _Fusion(graph), list[Op]()
     sliced = _sliced(f)
     f.stored |= {value: value for value in sliced}
     continued = _continued(f)
@@ -116,7 +110,7 @@ def fuse_kernels(graph: Graph) -> Graph:
     return replace(graph, ops=_rows_inside(_side_by_side(_live(ops, graph.outputs)), graph.outputs))
 
 
-def _sliced(f: _Function) -> set[Value]:
+def _sliced(f: _Fusion) -> set[Value]:
     """Return the costly tensors of which several slices are used; the caller computes each once."""
     slices = {value: [user for user in users if user.kind == "slice"] for value, users in f.users.items()}
     many = [value for value, users in slices.items() if len(users) > 1 and value in f.producer]
@@ -124,30 +118,30 @@ def _sliced(f: _Function) -> set[Value]:
 
 
 def _live(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
-    live, found = set(outputs), list[Op]()
+    live, live_ops = set(outputs), list[Op]()
     for op in reversed(ops):
         if live.intersection(op.results):
             live.update(op.operands)
-            found.append(op)
-    return found[::-1]
+            live_ops.append(op)
+    return live_ops[::-1]
 
 
-def _continued(f: _Function) -> dict[Op, Value]:
+def _continued(f: _Fusion) -> dict[Op, Value]:
     """Map kernel calls to the last value that the kernel can return instead of its result."""
-    found, inside = dict[Op, Value](), set[Value]()
+    roots, inside = dict[Op, Value](), set[Value]()
     for op in f.graph.ops:
         kernel = op.attrs.get("kernel")
         if isinstance(kernel, GpuKernel) and kernel.heads and (root := _last_of_heads(f, op)) is not None:
-            found[op] = f.stored[root] = root
+            roots[op] = f.stored[root] = root
         elif isinstance(kernel, GpuKernel) and kernel.single_store and len(op.results) == 1:
-            root, own = _last(f, op.results[0], inside)
+            root, before = _last(f, op.results[0], inside)
             if root is not None:
-                found[op] = f.stored[root] = root
-                inside |= own
-    return found
+                roots[op] = f.stored[root] = root
+                inside |= before
+    return roots
 
 
-def _last(f: _Function, result: Value, inside: set[Value]) -> tuple[Value | None, set[Value]]:
+def _last(f: _Fusion, result: Value, inside: set[Value]) -> tuple[Value | None, set[Value]]:
     """Return the last value computed element-wise from a kernel's `result`, and those before it.
 
     inside: values that other kernels compute and do not store, which are excluded.
@@ -168,7 +162,7 @@ def _last(f: _Function, result: Value, inside: set[Value]) -> tuple[Value | None
     return None, set()
 
 
-def _last_of_heads(f: _Function, op: Op) -> Value | None:
+def _last_of_heads(f: _Fusion, op: Op) -> Value | None:
     """Return the result [T, heads * n] of the per-head matmul after an attention kernel, or None.
 
     It multiplies each head by a matrix, as the value projection of MLA does.
@@ -190,19 +184,19 @@ def _last_of_heads(f: _Function, op: Op) -> Value | None:
     return None if is_early or value.shape[:1] != op.results[0].shape[:1] else value
 
 
-def _between(f: _Function, root: Value, candidates: set[Value]) -> set[Value]:
+def _between(f: _Fusion, root: Value, candidates: set[Value]) -> set[Value]:
     """Return `root` and those of `candidates` from which element-wise operations compute it."""
-    found, todo = {root}, [root]
+    reached, todo = {root}, [root]
     while todo:
         op = f.producer[todo.pop()]
         for operand in op.operands if op.kind in ELEMENTWISE else ():
-            if operand in candidates and operand not in found:
-                found.add(operand)
+            if operand in candidates and operand not in reached:
+                reached.add(operand)
                 todo.append(operand)
-    return found
+    return reached
 
 
-def _rewritten(f: _Function, op: Op, root: Value | None) -> list[Op]:
+def _rewritten(f: _Fusion, op: Op, root: Value | None) -> list[Op]:
     """Fuse operations around the kernel call `op`; return the calls that replace it, its own last.
 
     root: the value that the fused kernel returns instead of its first result; None for no change.
@@ -227,7 +221,7 @@ def _rewritten(f: _Function, op: Op, root: Value | None) -> list[Op]:
     return [*made, Op("kernel", operands, results, {**op.attrs, "kernel": new}, op.path)]
 
 
-def _is_computed(f: _Function, kernel: GpuKernel, name: str, x: Value) -> bool:
+def _is_computed(f: _Fusion, kernel: GpuKernel, name: str, x: Value) -> bool:
     """Return whether an operand is computed by operations that can be fused into the kernel."""
     while (op := f.producer.get(x)) is not None and x not in f.stored and op.kind == "reshape":
         x = op.operands[0]
@@ -235,7 +229,7 @@ def _is_computed(f: _Function, kernel: GpuKernel, name: str, x: Value) -> bool:
     return not is_known and name not in kernel.in_place.values()
 
 
-def _separate(f: _Function, op: Op, values: Sequence[Value]) -> list[Op]:
+def _separate(f: _Fusion, op: Op, values: Sequence[Value]) -> list[Op]:
     """Return the call of one new kernel that computes the f32 `values`, if there are any."""
     values = [value for value in dict.fromkeys(values) if value.dtype is F32]
     if not values:
@@ -251,21 +245,21 @@ def _separate(f: _Function, op: Op, values: Sequence[Value]) -> list[Op]:
 
 def _side_by_side(ops: Sequence[Op]) -> list[Op]:
     """Join independent kernel calls that are near each other; return all operations."""
-    found: list[Op] = []
+    joined: list[Op] = []
     for op in ops:
-        kernels = [o for o in found[-NEAR:] if isinstance(o.attrs.get("kernel"), GpuKernel)]
+        kernels = [o for o in joined[-NEAR:] if isinstance(o.attrs.get("kernel"), GpuKernel)]
         for earlier in reversed(kernels if isinstance(op.attrs.get("kernel"), GpuKernel) else ()):
-            between = [*found[found.index(earlier) + 1 :], op]
+            between = [*joined[joined.index(earlier) + 1 :], op]
             used = {value for o in between for value in o.operands}
             changed = {value for o in between for value in _overwritten(o)}
             conflicts = used & {*earlier.results, *_overwritten(earlier)} | changed & {*earlier.operands}
             both = None if conflicts else _beside(earlier, op)
             if both is not None:
-                found.remove(earlier)
+                joined.remove(earlier)
                 op = both
                 break
-        found.append(op)
-    return found
+        joined.append(op)
+    return joined
 
 
 def _overwritten(op: Op) -> list[Value]:
@@ -290,22 +284,22 @@ def _beside(first: Op, second: Op) -> Op | None:
 
 def _rows_inside(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
     """Move small kernels, such as norms, into the kernels that use them, if that is cheap."""
-    found = list(ops)
+    remaining = list(ops)
     for op in ops:
         kernel = op.attrs.get("kernel")
         if not isinstance(kernel, GpuKernel) or kernel.read_row is None:
             continue
-        users = [user for user in found if op.results[0] in user.operands]
+        users = [user for user in remaining if op.results[0] in user.operands]
         if not users:
             continue
-        first, last = found.index(op), found.index(users[0])
-        changed = {value for other in found[first : last + 1] for value in _overwritten(other)}
+        first, last = remaining.index(op), remaining.index(users[0])
+        changed = {value for other in remaining[first : last + 1] for value in _overwritten(other)}
         is_stored = len(users) > 1 or op.results[0] in outputs
         both = None if changed & {*op.operands} else _with_rows(op, users[0], is_stored)
         if both is not None:
-            found[last] = both
-            found.remove(op)
-    return found
+            remaining[last] = both
+            remaining.remove(op)
+    return remaining
 
 
 def _with_rows(op: Op, user: Op, is_stored: bool) -> Op | None:

@@ -33,7 +33,6 @@ from castiron.emitter.layers.kv_cache import CACHES
 from castiron.emitter.layers.step import Weight, source
 from castiron.emitter.lowering import portable
 from castiron.emitter.lowering.portable import Stored
-from castiron.emitter.lowering.portable_routing import rows_of_pairs
 from castiron.emitter.lowering.projection import Projection, packed_param
 from castiron.emitter.lowering.rewrite import Rule
 
@@ -100,7 +99,7 @@ def experts(c: Context, op: Op, x: Value, chosen: Value, weights: Value, *stacke
     stacked, orders = portable.split_orders(op, stacked)
     of_pairs = None if length is None else ops.multiply(length, ops.constant(per_token, I32, ()))
     if orders[0]:
-        x, length = portable.ordered(rows_of_pairs(x, per_token), orders[0], chosen), of_pairs
+        x, length = portable.ordered(portable.rows_of_pairs(x, per_token), orders[0], chosen), of_pairs
     count_in = 2 if op.attrs["gated"] else 1
     into, down, biases = stacked[:count_in], stacked[count_in], stacked[count_in + 1 :]
 
@@ -139,8 +138,8 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
 
     def token_by_token(kind: DecodeTokens, **where: Value) -> tuple[Value, Value, Value]:
         parts = head_parts(layout, c.isa, caches.format)
-        own = replace(layout, heads=layout.heads // parts)
-        kernel = attention_decode(caches, own, scores, kind, isa=c.isa)
+        part_layout = replace(layout, heads=layout.heads // parts)
+        kernel = attention_decode(caches, part_layout, scores, kind, isa=c.isa)
         outs = []
         for part in range(parts):
             # All layers can share the counters, which are zero after each call. Every part appends the same keys and values.
@@ -149,11 +148,11 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
             heads = {"qkv": _part_of_queries(qkv, layout, parts, part)}
             if sinks:
                 heads["sinks"] = _part_of_heads(sinks["sinks"], layout, parts, part)
-            found = kernel_call(kernel, **heads, **given, **where, counters=counters, **updated)
-            c.counters[type_] = found["counters"]
-            updated.update({name: found[name] for name in ("k_cache", "v_cache") if name in found})
-            outs.append(ops.reshape(found["out"], (tokens, layout.kv_heads, own.group, layout.head_dim)))
-        out = ops.reshape(ops.concatenate(outs, 2), (tokens, layout.keys)) if parts > 1 else found["out"]
+            results = kernel_call(kernel, **heads, **given, **where, counters=counters, **updated)
+            c.counters[type_] = results["counters"]
+            updated.update({name: results[name] for name in ("k_cache", "v_cache") if name in results})
+            outs.append(ops.reshape(results["out"], (tokens, layout.kv_heads, part_layout.group, layout.head_dim)))
+        out = ops.reshape(ops.concatenate(outs, 2), (tokens, layout.keys)) if parts > 1 else results["out"]
         return out, updated["k_cache"], updated["v_cache"]
 
     if attrs["mode"] in ("decode", "batch"):
@@ -192,7 +191,7 @@ def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> V
 
 
 def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple[Tokens, dict[str, Value]]:
-    """Return which tokens a recurrent kernel computes, and their operands.
+    """Return which tokens a recurrent kernel computes, and the operands that say so.
 
     numbers: (positions,) in a batch, (start, length) in a prefill, and (start,) otherwise.
     """
@@ -225,11 +224,11 @@ def _recurrent(
     make(tokens, columns): returns the kernel. rows: operands [T, ...], read where a matmul stored
         them.
     """
-    tokens, own = _tokens(op, op.results[0].shape[0], state, numbers)
-    found = {name: _columns(x) for name, x in rows.items()}
-    kernel = make(tokens, {name: columns for name, (_, columns) in found.items()})
-    cache_rows = {name: source for name, (source, _) in found.items()}
-    after = kernel_call(kernel, **cache_rows, **given, **own, state=state, layer=op.attrs["layer"])
+    tokens, of_tokens = _tokens(op, op.results[0].shape[0], state, numbers)
+    sources = {name: _columns(x) for name, x in rows.items()}
+    kernel = make(tokens, {name: columns for name, (_, columns) in sources.items()})
+    cache_rows = {name: source for name, (source, _) in sources.items()}
+    after = kernel_call(kernel, **cache_rows, **given, **of_tokens, state=state, layer=op.attrs["layer"])
     result, carried = after.values()
     return ops.reshape(result, op.results[0].shape), carried
 

@@ -17,7 +17,6 @@ from castiron.emitter.layers import ClampedSwiGLU
 from castiron.emitter.layers.step import Weight, source
 from castiron.emitter.lowering import portable_recurrent
 from castiron.emitter.lowering.portable_attention import attention
-from castiron.emitter.lowering.portable_routing import of_best_groups, ranks, rows_of_pairs
 from castiron.emitter.lowering.rewrite import Rule
 
 _FLOATS: dict[str, DType] = {"f32": F32, "f16": F16, "bf16": BF16}
@@ -223,6 +222,40 @@ def route(op: Op, logits: Value, correction: Stored | None = None) -> tuple[Valu
     return ops.convert(chosen, I32), weights
 
 
+def ranks(rated: Value) -> Value:
+    """Return the rank of each number in its row, f32 [rows, n]: 0 for the largest.
+
+    Of equal numbers, the one with the lower index has the lower rank.
+    """
+    rows, n = rated.shape
+    pairs = (rows, n, n)
+    own, other = (ops.broadcast_in_dim(rated, pairs, dims) for dims in ((0, 1), (0, 2)))
+    lower = ops.compare("LT", ops.iota(pairs, 2), ops.iota(pairs, 1))
+    before = ops.or_(ops.compare("GT", other, own), ops.and_(ops.compare("EQ", other, own), lower))
+    return ops.reduce("add", ops.convert(before, F32), (2,), exact=True)
+
+
+def of_best_groups(rated: Value, groups: int, chosen_groups: int, best_of_group: int) -> Value:
+    """Replace the scores [T, experts] outside the `chosen_groups` best groups by -inf.
+
+    best_of_group: the score of a group is the sum of its `best_of_group` largest scores.
+    """
+    (tokens, experts), each = rated.shape, rated.shape[1] // groups
+    apart = ops.reshape(rated, (tokens * groups, each))
+    best = ops.compare("LT", ranks(apart), ops.constant(float(best_of_group), F32, apart.shape))
+    sums = ops.reduce("add", ops.select(best, apart, ops.constant(0.0, F32, apart.shape)), (1,))
+    rank = ranks(ops.reshape(sums, (tokens, groups)))
+    rank = ops.reshape(ops.broadcast_in_dim(rank, (tokens, groups, each), (0, 1)), (tokens, experts))
+    taken = ops.compare("LT", rank, ops.constant(float(chosen_groups), F32, rank.shape))
+    return ops.select(taken, rated, ops.constant(-np.inf, F32, rated.shape))
+
+
+def rows_of_pairs(x: Value, per_token: int) -> Value:
+    """Repeat each row of x [T, in] `per_token` times in sequence; return [T * per_token, in]."""
+    (tokens, features), pairs = x.shape, x.shape[0] * per_token
+    return ops.reshape(ops.broadcast_in_dim(x, (tokens, per_token, features), (0, 2)), (pairs, features))
+
+
 def into_down(projected: Sequence[Value], function: str | ClampedSwiGLU) -> Value:
     """Apply the activation of an MLP to gate and up, or to up; return the input of `down`."""
     if len(projected) == 1:
@@ -285,8 +318,8 @@ def _experts_of_token(x: Value, chosen: Value, weights: Value, function: str | C
 
         def project(x: Value, stacked: Stored, out: int, bias: Stored | None) -> Value:
             first = ops.multiply(expert, ops.constant(out, I32, ()))
-            own = stacked.value(lambda part: ops.dynamic_slice(part, (first, zero), (out, part.shape[1])))
-            y = ops.dot_general(x, own, ((1,), (1,)))
+            of_expert = stacked.value(lambda part: ops.dynamic_slice(part, (first, zero), (out, part.shape[1])))
+            y = ops.dot_general(x, of_expert, ((1,), (1,)))
             return y if bias is None else ops.add(y, bias.value(lambda part: ops.dynamic_slice(part, (expert, zero), (1, out))))
 
         *into, down = parts
@@ -314,8 +347,8 @@ def _experts_of_pairs(
         first = ops.multiply(expert, ops.constant(out, I32, expert.shape))
         rows = ops.add(ops.broadcast_in_dim(first, (pairs, out), (0,)), ops.iota((pairs, out), 1))
         rows = ops.reshape(rows, (pairs * out,))
-        own = ops.reshape(stacked.value(lambda part: ops.gather_rows(part, rows)), (pairs, out, x.shape[1]))
-        y = ops.dot_general(x, own, ((1,), (2,)), ((0,), (0,)))
+        of_experts = ops.reshape(stacked.value(lambda part: ops.gather_rows(part, rows)), (pairs, out, x.shape[1]))
+        y = ops.dot_general(x, of_experts, ((1,), (2,)), ((0,), (0,)))
         return y if bias is None else ops.add(y, bias.value(lambda part: ops.gather_rows(part, expert)))
 
     x = ordered(rows_of_pairs(x, per_token), orders[0], expert)
@@ -329,8 +362,8 @@ def argmax_rows(op: Op, logits: Value) -> Value:
     if logits.type.rank == 1:
         return ops.argmax(logits)
     rows, vocab = logits.shape
-    found = [ops.argmax(ops.reshape(ops.slice_(logits, (i, 0), (i + 1, vocab)), (vocab,))) for i in range(rows)]
-    return ops.concatenate([ops.reshape(index, (1,)) for index in found], 0)
+    indices = [ops.argmax(ops.reshape(ops.slice_(logits, (i, 0), (i + 1, vocab)), (vocab,))) for i in range(rows)]
+    return ops.concatenate([ops.reshape(index, (1,)) for index in indices], 0)
 
 
 RULES: dict[str, Rule] = {

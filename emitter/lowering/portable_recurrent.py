@@ -22,7 +22,7 @@ CHUNK = 64
 
 
 @dataclass
-class _Tokens:
+class _Call:
     """The tokens that a recurrent operation computes in one call.
 
     single: one token of each sequence; otherwise several tokens of one sequence.
@@ -50,12 +50,12 @@ def _recurrence(rule: Callable[..., tuple[Value, Value]]) -> Rule:
     def lowered(op: Op, *operands) -> tuple[Value, Value]:
         mode, layer = op.attrs["mode"], op.attrs["layer"]
         numbers = 2 if mode == "prefill" else 1
-        *own, state = operands[:-numbers]
+        *inputs, state = operands[:-numbers]
         start, *length = operands[-numbers:]
         sequences = start.shape[0] if mode == "batch" else 1
         before = recurrences.of_layer(state, layer, sequences)
-        tokens = _Tokens(mode in ("decode", "batch"), before, length[0] if length else None)
-        result, after = rule(tokens, *own)
+        tokens = _Call(mode in ("decode", "batch"), before, length[0] if length else None)
+        result, after = rule(tokens, *inputs)
         if mode == "batch":
             after = recurrences.where_active(start, after, before)
         return result, recurrences.with_layer(state, layer, after)
@@ -74,7 +74,7 @@ def _along(vector: Value, like: Value, *dims: int) -> Value:
     return ops.broadcast_in_dim(vector, like.shape, dims)
 
 
-def causal_conv(tokens: _Tokens, x: Value, weight, bias=None) -> tuple[Value, Value]:
+def causal_conv(tokens: _Call, x: Value, weight, bias=None) -> tuple[Value, Value]:
     (count, features), positions = x.shape, weight.weight.shape[-1]
     filters = ops.transpose(ops.reshape(weight.value(), (features, positions)), (1, 0))
     before = tokens.before
@@ -90,8 +90,8 @@ def causal_conv(tokens: _Tokens, x: Value, weight, bias=None) -> tuple[Value, Va
         after = ops.reshape(after, before.shape)
     y = None if bias is None else _along(bias.value(), x, 1)
     for i, row in enumerate(rows):
-        own = ops.slice_(filters, (i, 0), (i + 1, features))
-        term = ops.multiply(ops.reshape(row, x.shape), ops.broadcast_in_dim(own, x.shape, (0, 1)))
+        weight_row = ops.slice_(filters, (i, 0), (i + 1, features))
+        term = ops.multiply(ops.reshape(row, x.shape), ops.broadcast_in_dim(weight_row, x.shape, (0, 1)))
         y = term if y is None else ops.add(y, term)
     assert y is not None, "a filter has at least one position"
     return y, after
@@ -138,8 +138,8 @@ def _decays(log: Value) -> _Decays:
     shape = (heads, count, count + 1)
     # Column 0 has the sums of logarithms from the state before the chunk to each token, and column j + 1 those from token j.
     token, column = np.indices(shape[1:])
-    own = ops.multiply(ops.broadcast_in_dim(log, shape, (0, 1)), _constant(token >= column, shape))
-    sums = ops.dot_general(own, _constant(np.tri(count), (count, count)), ((1,), (1,)))
+    masked = ops.multiply(ops.broadcast_in_dim(log, shape, (0, 1)), _constant(token >= column, shape))
+    sums = ops.dot_general(masked, _constant(np.tri(count), (count, count)), ((1,), (1,)))
     left = ops.exponential(ops.transpose(sums, (0, 2, 1)))
 
     def part(row: int, first: int, last: int) -> Value:
@@ -156,11 +156,10 @@ def _constant(mask: np.ndarray, shape: tuple[int, ...]) -> Value:
 
 
 def _times(x: Value, y: Value) -> Value:
-    """Return x [a, b, c] * y; dimensions of y that have size 1 are broadcast."""
     return ops.multiply(x, ops.broadcast_in_dim(y, x.shape, (0, 1, 2)))
 
 
-def _chunks(tokens: _Tokens, rows: list[Value], chunk: Callable[..., tuple[Value, Value]]) -> tuple[Value, Value]:
+def _chunks(tokens: _Call, rows: list[Value], chunk: Callable[..., tuple[Value, Value]]) -> tuple[Value, Value]:
     """Compute a recurrence in chunks; return the results [T, heads, ...] and the last state.
 
     chunk(*operands [heads, C, ...], state): returns results [heads, C, ...] and the next state.
@@ -168,8 +167,8 @@ def _chunks(tokens: _Tokens, rows: list[Value], chunk: Callable[..., tuple[Value
     results, count, state = [], rows[0].shape[0], ops.reshape(tokens.before, tokens.before.shape[1:])
     for start in range(0, count, CHUNK):
         stop = min(start + CHUNK, count)
-        own = (ops.slice_(x, (start, *[0] * (x.type.rank - 1)), (stop, *x.shape[1:])) for x in rows)
-        result, state = chunk(*map(_swapped, own), state)
+        of_chunk = (ops.slice_(x, (start, *[0] * (x.type.rank - 1)), (stop, *x.shape[1:])) for x in rows)
+        result, state = chunk(*map(_swapped, of_chunk), state)
         results.append(_swapped(result))
     return ops.concatenate(results, 0), ops.reshape(state, tokens.before.shape)
 
@@ -194,7 +193,7 @@ def _inverse(lower: Value) -> Value:
     return inverse
 
 
-def gated_delta(tokens: _Tokens, q: Value, k: Value, v: Value, a: Value, b: Value, rate, bias) -> tuple[Value, Value]:
+def gated_delta(tokens: _Call, q: Value, k: Value, v: Value, a: Value, b: Value, rate, bias) -> tuple[Value, Value]:
     """Apply the gated delta rule (arXiv:2412.06464); return [T, heads, v_dim] and the new state.
 
     q, k: [T, k_heads, k_dim]. v: [T, heads, v_dim]. rate, bias: -exp(A_log) and dt_bias, [heads].
@@ -249,7 +248,7 @@ def _delta_of_chunk(q: Value, k: Value, v: Value, log: Value, beta: Value, state
     return out, ops.add(_times(state, decays.total), _dot(_times(k, decays.to_end), new, 1, 1))
 
 
-def selective_scan(tokens: _Tokens, x: Value, dt: Value, b: Value, c: Value, rate, bias, skip) -> tuple[Value, Value]:
+def selective_scan(tokens: _Call, x: Value, dt: Value, b: Value, c: Value, rate, bias, skip) -> tuple[Value, Value]:
     """Apply the scan of Mamba 2 (arXiv:2405.21060); return [T, heads, head_dim] and the new state.
 
     x: [T, heads, head_dim]. b, c: [T, groups, n]. rate, bias, skip: -exp(A_log), dt_bias, D,

@@ -118,8 +118,8 @@ def packed_param(weights: Sequence[Weight], interleaved: bool = False, experts: 
     experts: the parameter has the rows of expert 0 of every weight, then those of expert 1.
     """
     codec, inner = weights[0].codec, weights[0].shape[1]
-    own = [w.shape[0] // experts for w in weights]
-    rows = sum(-(-n // LANES) * LANES if interleaved else n for n in own)
+    expert_rows = [w.shape[0] // experts for w in weights]
+    rows = sum(-(-n // LANES) * LANES if interleaved else n for n in expert_rows)
     blocks, *record = packed_shape(codec, rows, inner)
 
     def packed(*raws: np.ndarray) -> np.ndarray:
@@ -145,7 +145,6 @@ def joined_name(names: list[str]) -> str:
 
 
 def bias_param(biases: Sequence[Weight]) -> Param:
-    """Return one f32 parameter with all `biases`, concatenated in this order."""
     type_ = TensorType((sum(w.shape[0] for w in biases),), F32)
     joined = source(biases, lambda *raws: np.concatenate([r.view(np.float32) for r in raws]))
     return Param(joined_name([w.name for w in biases]), type_, joined)

@@ -29,8 +29,8 @@ def with_own_heads(function: Graph) -> Graph:
     for op in function.ops:
         if op.kind == "attention":
             q, *heads = op.operands[:3]
-            own = [copied(value) if value in seen else value for value in heads]
+            copies = [copied(value) if value in seen else value for value in heads]
             seen.update(heads)
-            op = replace(op, operands=(q, *own, *op.operands[3:]))
+            op = replace(op, operands=(q, *copies, *op.operands[3:]))
         ops.append(op)
     return replace(function, ops=ops)

@@ -1,7 +1,6 @@
 """BERT (arXiv:1810.04805), an encoder, as in HF `BertModel`.
 
-Tokens have the first token type by default. For a pair of texts, the caller adds the vocabulary
-size to the ids of the second text, which gives them the second type.
+The caller adds the vocabulary size to ids of the second token type.
 """
 
 from castiron.emitter.graph import ops

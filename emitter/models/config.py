@@ -156,10 +156,7 @@ class ConfigReader:
         self._taken.update(keys)
 
     def windows(self, layers: int, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:
-        """Return `window` for each layer with a sliding window, and None for the other layers.
-
-        slides(layer): decides if the config has no `layer_types`.
-        """
+        """Return `window` for each layer with a sliding window, and None for the other layers."""
         types = self.layer_types(layers, (FULL, SLIDING), [SLIDING if slides(layer) else FULL for layer in range(layers)])
         if SLIDING in types and window is None:
             raise EmitError(f"the {self.model_type} config lacks 'sliding_window' for its layers")
@@ -189,8 +186,7 @@ class ConfigReader:
     def rotary(self, head_dim: int, max_positions: int, theta: float = 10000.0, partial: float | None = None) -> Rotary:
         """Return the frequencies of `rope_parameters` (since transformers 5) or `rope_scaling`.
 
-        partial: HF's default of the fraction of a head that is rotated; None: always complete
-            heads.
+        partial: HF's default of the share of a head that is rotated; None: always complete heads.
         """
         entry = self.take("rope_scaling", None, dict) or self.take("rope_parameters", None, dict) or {}
         self._taken |= {"rope_parameters", "rope_scaling"}
@@ -201,15 +197,12 @@ class ConfigReader:
         return self.frequencies(entry, int(head_dim * share), max_positions, self.number("rope_theta", theta))
 
     def rotaries(self, head_dims: Sequence[int], max_positions: int, full: Mapping, sliding: Mapping) -> tuple[Rotary, Rotary]:
-        """Return the rotary frequencies of full attention, and those of sliding-window attention.
-
-        head_dims: of both. full, sliding: HF's default rope parameters of each type of attention.
-        """
+        """Return the rotary frequencies of full attention and of sliding-window attention."""
         nested, defaults = self.take("rope_parameters", {}, dict), (full, sliding)
         if nested and set(nested) != {FULL, SLIDING}:
-            found = shorten_list(sorted(nested))
+            kinds = shorten_list(sorted(nested))
             raise EmitError(
-                f"'rope_parameters' in the {self.model_type} config has {found}; it must have {FULL} and {SLIDING} only"
+                f"'rope_parameters' in the {self.model_type} config has {kinds}; it must have {FULL} and {SLIDING} only"
             )
         entries = [nested.get(kind) or default for kind, default in zip((FULL, SLIDING), defaults)]
         if not all(isinstance(entry, Mapping) for entry in entries):
@@ -246,10 +239,9 @@ class ConfigReader:
     ) -> C:
         """Read config.json into a new instance of `config`, the dataclass of a model family.
 
-        own: fields that the caller has computed. A field with a default is read from the key of the
-            same name, a field without one from HF's usual key, such as `vocab` from `vocab_size`.
+        own: fields that the caller has computed. A field with a default is read from the key of its
+            name, another one from HF's usual key, such as `vocab` from `vocab_size`.
         positions: HF's default of `max_position_embeddings`; `...` if the key is required.
-        partial: HF's default of `partial_rotary_factor`; None if complete heads are rotated.
         """
         hidden = own.get("hidden") or self.take("hidden_size")
         layers = own.get("layers") or self.take("num_hidden_layers")

@@ -39,10 +39,7 @@ class ModelConfig:
 
 
 class DecoderConfig(ModelConfig):
-    """The config fields that all families of decoders have.
-
-    attention_bias, mlp_bias: read from config.json if the subclass gives a default; else False.
-    """
+    """The fields of decoders; biases are read from config.json if the subclass has a default."""
 
     tied: bool
     attention_bias: bool
@@ -76,7 +73,6 @@ class HybridConfig(DecoderConfig):
     layer_types: tuple[str, ...]
 
     def of_type(self, kind: str) -> tuple[int, ...]:
-        """Return the indices of the layers of type `kind`, ascending."""
         return tuple(layer for layer, own in enumerate(self.layer_types) if own == kind)
 
 
@@ -144,8 +140,7 @@ def decoder(
 ) -> Value:
     """Apply embedding, blocks, last norm and head; return the logits [rows, vocab].
 
-    embedding_scale: applied within the module `embed_tokens`, as in Gemma; embedding_multiplier:
-        after.
+    embedding_scale: applied within the module `embed_tokens`; embedding_multiplier: after it.
     """
     tables = c.tables(step)
     with scope("model"):

@@ -1,7 +1,6 @@
 """DeepSeek V2 (arXiv:2405.04434) as in HF `DeepseekV2ForCausalLM`.
 
-It is DeepSeek V3 with two differences: a softmax computes the scores of experts, and the score of
-a group of experts is that of its best expert.
+It is DeepSeek V3 with a softmax over experts, and groups ranked by their best expert.
 """
 
 from castiron.emitter.graph.ir import Value

@@ -49,7 +49,6 @@ class DeltaConfig(HybridConfig):
 
 
 def delta_fields(c: ConfigReader) -> dict[str, Any]:
-    """Return the fields of `DeltaConfig` that `ConfigReader.read` does not know."""
     layers, interval = c.take("num_hidden_layers"), c.take("full_attention_interval", 4)
     types = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(layers)]
     return {
@@ -111,7 +110,6 @@ def delta_net(step: Step, c: DeltaConfig, layer: int, qkv: Value, z: Value, a: V
 
 
 def delta_decoder(step: Step, c: DeltaConfig, linear_attn: Block[Any], mlp: Mlp[Any]) -> Value:
-    """Return the logits of a decoder whose layers have a gated delta net or gated attention."""
     mixers = {FULL: ("self_attn", self_attention), LINEAR: ("linear_attn", linear_attn)}
     return decoder(step, c, residual_block(mixers, mlp, norm=rms_norm_plus_one), rms_norm_plus_one)
 

@@ -1,8 +1,7 @@
 """Gemma 4 as in HF `Gemma4ForCausalLM`.
 
-Layers with full attention have larger heads than those with a sliding window. The last layers
-attend to keys and values of earlier layers. Each layer has a separate embedding of the tokens.
-Some models have experts in parallel with the MLP.
+Full attention has larger heads, the last layers use keys and values of earlier ones, each layer has
+an embedding of the tokens, and some models have experts in parallel with the MLP.
 """
 
 from dataclasses import dataclass
@@ -130,9 +129,9 @@ def full_heads(c: ConfigReader, windows: list[int | None], keys_are_values: bool
     first = stated.get(full[0], {})
     if stated != ({layer: first for layer in full} if first else {}):
         differ = any(own != first for own in stated.values())
-        found = "different entries" if differ else f"entries for layers {shorten_list(map(str, stated))}"
+        problem = "different entries" if differ else f"entries for layers {shorten_list(map(str, stated))}"
         raise EmitError(
-            f"'per_layer_config' in the gemma4_text config has {found}; it must have the same entry for each "
+            f"'per_layer_config' in the gemma4_text config has {problem}; it must have the same entry for each "
             f"full-attention layer ({shorten_list(map(str, full))}) and none for other layers"
         )
     if unknown := set(first) - {"head_dim", "num_key_value_heads"}:
@@ -213,10 +212,10 @@ def layer_embeddings(step: Step, c: Config, x: Value) -> list[Value | None]:
     if not c.per_layer:
         return [None] * c.layers
     tokens, width = x.shape[0], c.layers * c.per_layer
-    own = embedding(step, "embed_tokens_per_layer", c.vocab_size_per_layer_input, width, c.per_layer**0.5)
+    embedded = embedding(step, "embed_tokens_per_layer", c.vocab_size_per_layer_input, width, c.per_layer**0.5)
     projected = split_heads(scaled(linear(step, x, "per_layer_model_projection", width), c.hidden**-0.5), c.layers)
     projected = rms_norm(step, projected, "per_layer_projection_norm", c.eps)
-    both = reshape(scaled(add(projected, split_heads(own, c.layers)), 2.0**-0.5), (tokens, width))
+    both = reshape(scaled(add(projected, split_heads(embedded, c.layers)), 2.0**-0.5), (tokens, width))
     return [slice_(both, (0, i * c.per_layer), (tokens, (i + 1) * c.per_layer)) for i in range(c.layers)]
 
 

@@ -1,7 +1,6 @@
-"""gpt-oss (arXiv:2508.10925) as in HF `GptOssForCausalLM`: experts with a clamped SwiGLU.
+"""gpt-oss (arXiv:2508.10925) as in HF `GptOssForCausalLM`: clamped SwiGLU experts, and sinks.
 
-Every other layer has a sliding window. Each attention head has a sink: one more score in the
-softmax, to which no value vector belongs.
+Every other layer has a sliding window.
 """
 
 from castiron.emitter.graph.ir import Value, scope

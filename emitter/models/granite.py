@@ -39,7 +39,6 @@ def mlp(step: Step, c: Config, layer: int, x: Value) -> Value:
 
 
 def granite_decoder(step: Step, c: Any, block: Block[Any]) -> Value:
-    """Return the logits [rows, vocab] of a Granite decoder."""
     logits = decoder(step, c, block, embedding_multiplier=c.embedding_multiplier)
     return divide(logits, constant(c.logits_scaling, F32, logits.shape))
 

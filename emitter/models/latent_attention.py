@@ -1,8 +1,7 @@
 """Layers of DeepSeek V2, V3 and GLM-4.7-Flash: latent attention (arXiv:2405.04434) and experts.
 
-The KV cache stores one latent vector c for a token. Each head's key is K c and its value is V c,
-where K and V are matrices in `kv_b_proj`. As q . (K c) equals (q K) . c, this code computes q K,
-uses c as key and as value, and multiplies the result of attention by V.
+The KV cache stores one latent vector c for a token, with the keys K c and the values V c. As q . (K
+c) equals (q K) . c, c is key and value, and V multiplies the result of attention.
 """
 
 from __future__ import annotations

@@ -37,11 +37,7 @@ def read(c: ConfigReader) -> Config:
 
 
 def feed_forward_size(c: ConfigReader) -> int:
-    """Return the width of the MLP's hidden layer.
-
-    It is `block_ff_dim` or `intermediate_size`; with `block_auto_adjust_ff_dim`, 2/3 of it times
-    `block_ffn_dim_multiplier`, rounded up to a multiple of `block_multiple_of`.
-    """
+    """Return the MLP's width, which `block_auto_adjust_ff_dim` rounds as HF does."""
     stated = c.take("intermediate_size", None)
     size = c.take("block_ff_dim", stated) or c.take("intermediate_size")
     multiple, factor = c.take("block_multiple_of", 256), c.number("block_ffn_dim_multiplier", 1.0)

@@ -1,7 +1,6 @@
 """LFM3 as in HF `Lfm3ForCausalLM`: LFM2 with norms before and after each operator and MLP.
 
-An operator is a convolution or attention. Attention may have a gate for each head, and has a
-sliding window in some layers.
+Attention may have a gate for each head, and has a sliding window in some layers.
 """
 
 from castiron.emitter.abi import State

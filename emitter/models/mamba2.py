@@ -82,13 +82,12 @@ class Mamba:
 
     def states(self, layers: Sequence[int]) -> tuple[State, State]:
         """Return the states of the convolution ("conv") and of the recurrence ("scan")."""
-        count, own = len(layers), tuple(layers)
-        conv = State("conv", (count, self.positions - 1, self.features + 2 * self.shared), "recurrent", layers=own)
-        return conv, State("scan", (count, self.heads, self.head_dim, self.state), "recurrent", layers=own)
+        count, indices = len(layers), tuple(layers)
+        conv = State("conv", (count, self.positions - 1, self.features + 2 * self.shared), "recurrent", layers=indices)
+        return conv, State("scan", (count, self.heads, self.head_dim, self.state), "recurrent", layers=indices)
 
 
 def time_step_limit(c: ConfigReader) -> tuple[float, float]:
-    """Return the min and max time step in the config's `time_step_limit`."""
     stated = c.take("time_step_limit", (0.0, inf), (list, tuple))
     # transformers writes infinity as this object, because JSON has no number for it.
     numbers = [inf if n == {"__float__": "Infinity"} else n for n in stated]

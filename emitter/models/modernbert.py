@@ -1,7 +1,6 @@
 """ModernBERT (arXiv:2412.13663), an encoder, as in HF `ModernBertModel`.
 
-In most layers, a token attends to a window of earlier and later tokens. The other layers have full
-attention.
+In most layers, a token attends to a window of earlier and later tokens.
 """
 
 from castiron.emitter.graph.ir import Value, scope

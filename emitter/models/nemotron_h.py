@@ -1,7 +1,6 @@
 """Nemotron-H (arXiv:2504.03624) as in HF `NemotronHForCausalLM`.
 
-Each layer is one of four: Mamba 2, attention without rotary embedding, an MLP without a gate, or
-experts that are such MLPs. A layer of experts also has a shared expert that every token uses.
+A layer is Mamba 2, attention without rotary embedding, an MLP without a gate, or experts.
 """
 
 from math import inf

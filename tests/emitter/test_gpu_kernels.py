@@ -20,7 +20,7 @@ from castiron.emitter.kernels.gpu.embed import embed
 from castiron.emitter.kernels.gpu.gemm import gemm
 from castiron.emitter.kernels.gpu.gpu_body import MAX_GRID, SHARED_BYTES, grid
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
-from castiron.emitter.kernels.gpu.heads import Rows
+from castiron.emitter.kernels.gpu.heads import QkvRows
 from castiron.emitter.kernels.gpu.matvec import MAX_TOKENS, matvec
 from castiron.emitter.kernels.gpu.norm import norm
 from castiron.emitter.kernels.gpu.route import route
@@ -35,7 +35,7 @@ LATENT, NORMED = HeadLayout(16, 1, 576, None), HeadLayout(8, 2, 512, 512, 1e-6, 
 LARGEST = {
     **{
         f"attention-{layout.head_dim}-{tokens.kind}": attention(
-            Caches(2, 128, CACHES["f32"], None), layout, Scores(0.1, sinks=True), tokens, Rows((layout.row,))
+            Caches(2, 128, CACHES["f32"], None), layout, Scores(0.1, sinks=True), tokens, QkvRows((layout.row,))
         )
         for layout in (LATENT, NORMED)
         for tokens in (DecodeTokens(), DecodeTokens("chunk", 8))
@@ -64,7 +64,7 @@ def test_no_more_workgroups_than_needed_run_the_kernel(workgroups):
 
 def small_attention(tokens: DecodeTokens) -> GpuKernel:
     layout = HeadLayout(2, 1, 4, None)
-    return attention(Caches(1, 8, CACHES["f32"], None), layout, Scores(0.5), tokens, Rows((8, 4, 4)))
+    return attention(Caches(1, 8, CACHES["f32"], None), layout, Scores(0.5), tokens, QkvRows((8, 4, 4)))
 
 
 def attention_of_doubled(doubled: str):

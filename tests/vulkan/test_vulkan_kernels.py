@@ -20,7 +20,7 @@ from castiron.emitter.kernels.gpu.argmax import best_of_parts, best_of_rows
 from castiron.emitter.kernels.gpu.attention import append, attention
 from castiron.emitter.kernels.gpu.embed import embed
 from castiron.emitter.kernels.gpu.gemm import gemm
-from castiron.emitter.kernels.gpu.heads import Rows
+from castiron.emitter.kernels.gpu.heads import QkvRows
 from castiron.emitter.kernels.gpu.matvec import matvec
 from castiron.emitter.kernels.gpu.norm import norm
 from castiron.emitter.kernels.gpu.recurrent import causal_conv, gated_delta, selective_scan
@@ -147,7 +147,7 @@ def test_attention_over_caches_of_any_type(storage, tmp_path):
             continue
         caches = Caches(6 if tokens.kind == "batch" else 3, 100, CACHES[storage], ring)
         cut = (layout.keys + layout.kv_heads * layout.head_dim, layout.kv_heads * layout.head_dim)
-        rows = Rows(cut if tokens.kind == "batch" else (layout.row,))
+        rows = QkvRows(cut if tokens.kind == "batch" else (layout.row,))
         kernels = [attention(caches, layout, scores, tokens, rows)]
         if tokens.in_cache:
             kernels.append(append(caches, layout, tokens.count, rows))
@@ -164,7 +164,7 @@ def test_attention_that_multiplies_each_head_by_a_matrix(head_dim, tokens, posit
     """As latent attention does; fewer and more elements than threads, and an idle sequence."""
     heads, used, n, T = 4, head_dim - 4, 7, tokens.count
     caches, layout = Caches(3 * T, 100, CACHES["f32"], None), HeadLayout(heads, 2, head_dim, None)
-    kernel, module = attention(caches, layout, Scores(0.2), tokens, Rows((layout.row,))), Module("heads")
+    kernel, module = attention(caches, layout, Scores(0.2), tokens, QkvRows((layout.row,))), Module("heads")
     types = {**kernel.tensors, "matrices": TensorType((heads, n, used), F32)}
     with module.function("f", **types) as (*values, matrices):
         found = kernel_call(kernel, **dict(zip(kernel.tensors, values)), layer=1)

@@ -97,13 +97,13 @@ def _search(b: GpuBody, read, count: Index) -> tuple[Ssa, Ssa]:
         chosen = b.compare("ogt", number, loop.values[0])
         loop.give(b.select(chosen, number, loop.values[0]), b.select(chosen, b.to_i32(at), loop.values[1]))
     numbers, indices = b.shared(THREADS), b.shared(THREADS, "i32")
-    own, size = (loop.results[0], loop.results[1]), THREADS
+    best, size = (loop.results[0], loop.results[1]), THREADS
     while size > 1:
-        b.store(own[0], numbers, thread)
-        b.store(own[1], indices, thread)
+        b.store(best[0], numbers, thread)
+        b.store(best[1], indices, thread)
         b.barrier()
         size //= 2
         other = b.rem(b.add(thread, size), THREADS)
-        own = better(own, (b.load(numbers, other), b.load(indices, other)))
+        best = better(best, (b.load(numbers, other), b.load(indices, other)))
         b.barrier()
-    return own[0], b.select(b.compare("ogt", own[0], lowest), own[1], b.i32(0))
+    return best[0], b.select(b.compare("ogt", best[0], lowest), best[1], b.i32(0))

@@ -34,7 +34,7 @@ from castiron.emitter.kernels.gpu.activations import tanh
 from castiron.emitter.kernels.gpu.cache_rows import CacheRows
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
-from castiron.emitter.kernels.gpu.heads import Head, Rows, prepare
+from castiron.emitter.kernels.gpu.heads import QkvRows, TokenHead, prepare
 from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import Index, Ssa
 
@@ -61,16 +61,14 @@ def _reference(
 
 
 @cache
-def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: DecodeTokens, rows: Rows) -> Kernel:
+def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: DecodeTokens, rows: QkvRows) -> Kernel:
     """Return the attention kernel for one token of each sequence, or for a chunk of one sequence.
 
     For a chunk the caches already have its k and v; otherwise the kernel appends them.
-
-    Operands: rows0, rows1, ...: see `Rows`. cos, sin, q_norm, k_norm, v_norm: see
-        `HeadLayout.operands`. sinks: f32 [heads], if `scores.sinks`. position, or start and length:
-        see `DecodeTokens`. k_cache, v_cache, layer. Results: out: f32 [tokens, heads * head_dim];
-        zero for padding and for sequences without a token. k_cache, v_cache: updated in place; not
-        for a chunk.
+    Operands: those of `QkvRows`, `HeadLayout`, `Scores` and `DecodeTokens`; k_cache, v_cache,
+        layer.
+    Results: out f32 [tokens, heads * head_dim], zero for padding and idle sequences; k_cache and
+        v_cache, updated in place, not for a chunk.
     """
     cached = caches.types(layout.kv_heads, layout.head_dim)
     updated = {} if tokens.in_cache else cached
@@ -104,7 +102,7 @@ def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: Decode
 
 
 @cache
-def append(caches: Caches, layout: HeadLayout, T: int, rows: Rows) -> Kernel:
+def append(caches: Caches, layout: HeadLayout, T: int, rows: QkvRows) -> Kernel:
     """Return the kernel that appends k and v of a chunk, without padding, to the caches.
 
     Operands: those of `attention` for a chunk, but no sinks. Results: k_cache and v_cache, in
@@ -149,7 +147,7 @@ def append(caches: Caches, layout: HeadLayout, T: int, rows: Rows) -> Kernel:
 
 
 def _append(
-    b: GpuBody, thread: Ssa, caches: Caches, layout: HeadLayout, rows: Rows, at: Sequence[Index], token: Index,
+    b: GpuBody, thread: Ssa, caches: Caches, layout: HeadLayout, rows: QkvRows, at: Sequence[Index], token: Index,
     given: Mapping[str, Ssa], only: Ssa | None = None,
 ) -> tuple[Ssa, Ssa]:  # fmt: skip
     """Emit code that prepares and appends k and v of one token; return them, shared f32 [head_dim].
@@ -158,7 +156,7 @@ def _append(
     """
     _, position, head = at
     new = b.shared(layout.head_dim), b.shared(layout.head_dim)
-    heads = [(Head(kind, token, head, position), target) for kind, target in zip("kv", new)]
+    heads = [(TokenHead(kind, token, head, position), target) for kind, target in zip("kv", new)]
     prepare(b, thread, layout, rows, heads, given)
     for name, target in zip(("k_cache", "v_cache"), new):
         cache = CacheRows(b, b.words(given[name]), caches, layout.kv_heads, layout.head_dim)
@@ -180,7 +178,7 @@ class _Writer:
     layout: HeadLayout
     scores: Scores
     tokens: DecodeTokens
-    rows: Rows
+    rows: QkvRows
     queries: int
     given: Mapping[str, Ssa]
 
@@ -206,7 +204,7 @@ class _Writer:
         q = [b.shared(hd) for _ in range(self.queries)]
         rows = [b.min(b.add(first, i), end) for i in range(self.queries)]
         last = self.caches.context - 1
-        queries = [Head("q", row, head, b.min(b.add(position, i), last)) for i, row in enumerate(rows)]
+        queries = [TokenHead("q", row, head, b.min(b.add(position, i), last)) for i, row in enumerate(rows)]
         prepare(b, thread, layout, self.rows, list(zip(queries, q)), self.given)
         lows, highs = zip(*(self._range(b.add(position, i), b.add(first, i)) for i in range(self.queries)))
         dims, subsets = -(-hd // THREADS), max(1, THREADS // hd)
@@ -222,8 +220,8 @@ class _Writer:
             # Only the first subset of threads counts the token itself.
             counts = b.equal(subset, 0) if subsets > 1 else None
             sums = [b.f32(1.0) if counts is None else b.select(counts, b.f32(1.0), zero)]
-            own = [b.load(v, d) for d in own_d]
-            values = own if counts is None else [b.select(counts, x, zero) for x in own]
+            new_values = [b.load(v, d) for d in own_d]
+            values = new_values if counts is None else [b.select(counts, x, zero) for x in new_values]
         low = lows[0]
         # Bidirectional queries near the end may attend to fewer positions than earlier ones.
         high = highs[0]
@@ -262,8 +260,8 @@ class _Writer:
         b = self.b
         with b.strided(self.thread, self.layout.head_dim, [b.f32(0.0)]) as d:
             d.give(b.fma(b.load(q, d.index), b.load(k, d.index), d.values[0]))
-        found, at = b.sums(self.thread, d.results, THREADS)
-        return b.load(found, at)
+        dots, at = b.sums(self.thread, d.results, THREADS)
+        return b.load(dots, at)
 
     def _block(self, base, high, at, q, ranges, own_d, subset, state: Sequence[Ssa]) -> list[Ssa]:
         """Emit code that adds `KEYS` cached positions from `base` on to the online softmax.
@@ -324,10 +322,10 @@ class _Writer:
         return [*tops, *turn.results]
 
     def _of_query(self, i: Index, values: Sequence[Index]) -> Ssa:
-        b, found = self.b, values[0]
+        b, picked = self.b, values[0]
         for j, other in enumerate(values[1:], 1):
-            found = b.select(b.equal(i, j), other, found)
-        return b.at(found) if isinstance(found, int) else found
+            picked = b.select(b.equal(i, j), other, picked)
+        return b.at(picked) if isinstance(picked, int) else picked
 
     def _store(self, head, first, maxima, sums, values, own_d, subset) -> None:
         """Emit code that adds the sinks and the subsets, and stores values / sums of weights."""

@@ -74,9 +74,8 @@ class Expression:
     hole: Value | None = None
 
     def key(self) -> str:
-        """Return a short hash; equal expressions have equal hashes."""
-        found = hashlib.sha256(self._text(self.root).encode())
-        return found.hexdigest()[:10]
+        digest = hashlib.sha256(self._text(self.root).encode())
+        return digest.hexdigest()[:10]
 
     def _text(self, value: Value) -> str:
         if value is self.hole:
@@ -160,7 +159,6 @@ class FinishedHead:
         return b.sub(column, b.mul(self.head, self.row.type.shape[0]))
 
     def finish(self, b: GpuBody, heads: int) -> None:
-        """Emit code that applies the expression to the head and stores the final result."""
         b.barrier()
         root = self.expression.root
         with b.strided(b.thread(), root.shape[1] // heads) as item:
@@ -183,15 +181,12 @@ class ComputedRows:
 
 @dataclass(frozen=True, eq=False)
 class _Elements:
-    """Emits code that computes elements of an expression and of its intermediate values."""
-
     b: GpuBody
     expression: Expression
     given: Mapping[str, Any]
     hole: Ssa | FinishedHead | None = None
 
     def at(self, value: Value, index: Sequence[Index]) -> Ssa:
-        """Emit code that computes an element of a value in the expression: an i32 or an f32."""
         if value is self.expression.hole:
             assert self.hole is not None, "only a result of a kernel is continued"
             return self.hole if isinstance(self.hole, Ssa) else self.b.load(self.hole, *index)
@@ -231,16 +226,16 @@ class _Elements:
 
     def _reshape(self, op: Op, index: Sequence[Index]) -> Ssa:
         b, shape = self.b, op.operands[0].shape
-        linear, found = self._linear(op.results[0].shape, index), list[Index]()
+        linear, source_index = self._linear(op.results[0].shape, index), list[Index]()
         for i in reversed(range(len(shape))):
             rest = prod(shape[:i])
-            found.insert(0, 0 if shape[i] == 1 else linear if rest == 1 else b.rem(linear, shape[i]))
+            source_index.insert(0, 0 if shape[i] == 1 else linear if rest == 1 else b.rem(linear, shape[i]))
             linear = b.div(linear, shape[i]) if rest > 1 else 0
-        return self.at(op.operands[0], found)
+        return self.at(op.operands[0], source_index)
 
     def _transpose(self, op: Op, index: Sequence[Index]) -> Ssa:
-        found = dict(zip(op.attrs["dims"], index, strict=True))
-        return self.at(op.operands[0], [found[d] for d in range(len(found))])
+        index_of = dict(zip(op.attrs["dims"], index, strict=True))
+        return self.at(op.operands[0], [index_of[d] for d in range(len(index_of))])
 
     def _slice(self, op: Op, index: Sequence[Index]) -> Ssa:
         return self.at(op.operands[0], [self.b.add(i, first) for i, first in zip(index, op.attrs["starts"], strict=True)])
@@ -250,23 +245,23 @@ class _Elements:
         return self.at(op.operands[0], [0 if n == 1 else index[d] for n, d in zip(shape, op.attrs["dims"], strict=True)])
 
     def _concatenate(self, op: Op, index: Sequence[Index]) -> Ssa:
-        b, dim, first, found = self.b, op.attrs["dim"], 0, None
+        b, dim, first, element = self.b, op.attrs["dim"], 0, None
         for part in op.operands:
-            n, own = part.shape[dim], list(index)
+            n, part_index = part.shape[dim], list(index)
             # An index outside this part is moved into it; its element is not selected.
-            own[dim] = b.min(b.max(b.sub(index[dim], first), 0), n - 1)
-            x = self.at(part, own)
-            found = x if found is None else b.select(b.less(index[dim], first), found, x)
+            part_index[dim] = b.min(b.max(b.sub(index[dim], first), 0), n - 1)
+            x = self.at(part, part_index)
+            element = x if element is None else b.select(b.less(index[dim], first), element, x)
             first += n
-        assert found is not None
-        return found
+        assert element is not None
+        return element
 
     def _dynamic_slice(self, op: Op, index: Sequence[Index]) -> Ssa:
-        b, (x, *starts), found = self.b, op.operands, list[Index]()
+        b, (x, *starts), source_index = self.b, op.operands, list[Index]()
         for i, start, n, size in zip(index, starts, x.shape, op.results[0].shape, strict=True):
             first = 0 if n == size else b.max(b.min(b.to_index(self.at(start, ())), n - size), 0)
-            found.append(b.add(first, i))
-        return self.at(x, found)
+            source_index.append(b.add(first, i))
+        return self.at(x, source_index)
 
     def _gather(self, op: Op, index: Sequence[Index]) -> Ssa:
         b, (table, ids) = self.b, op.operands
@@ -278,28 +273,28 @@ class _Elements:
         extents = [x.shape[d] for d in dims]
         is_sum = op.attrs["reducer"] == "add"
         with b.loop(0, prod(extents), carry=[b.f32(0.0 if is_sum else -np.inf)]) as loop:
-            rest, own = iter(index), self._split(loop.index, dims, extents)
-            element = self.at(x, [own[d] if d in own else next(rest) for d in range(x.type.rank)])
+            rest, reduced = iter(index), self._split(loop.index, dims, extents)
+            element = self.at(x, [reduced[d] if d in reduced else next(rest) for d in range(x.type.rank)])
             loop.give((b.addf if is_sum else b.maxf)(loop.values[0], element))
         return loop.results[0]
 
     def _split(self, linear: Index, dims: Sequence[int], extents: Sequence[int]) -> dict[int, Index]:
         """Emit code that splits a row-major linear index; return {dimension: index in it}."""
-        found: dict[int, Index] = {}
+        index_of: dict[int, Index] = {}
         for i in reversed(range(len(dims))):
-            found[dims[i]] = self.b.rem(linear, extents[i]) if i else linear
+            index_of[dims[i]] = self.b.rem(linear, extents[i]) if i else linear
             linear = self.b.div(linear, extents[i]) if i else 0
-        return found
+        return index_of
 
     def _dot_general(self, op: Op, index: Sequence[Index]) -> Ssa:
         b, (x, y), contract, batch = self.b, op.operands, op.attrs["contract"], op.attrs["batch"]
         extents = [x.shape[d] for d in contract[0]]
         with b.loop(0, prod(extents), carry=[b.f32(0.0)]) as loop:
-            free, found = list(index[len(batch[0]) :]), []
+            free, factors = list(index[len(batch[0]) :]), []
             for side, tensor in enumerate((x, y)):
-                own = self._split(loop.index, contract[side], extents) | dict(zip(batch[side], index))
-                found.append(self.at(tensor, [own[d] if d in own else free.pop(0) for d in range(tensor.type.rank)]))
-            loop.give(b.fma(found[0], found[1], loop.values[0]))
+                fixed = self._split(loop.index, contract[side], extents) | dict(zip(batch[side], index))
+                factors.append(self.at(tensor, [fixed[d] if d in fixed else free.pop(0) for d in range(tensor.type.rank)]))
+            loop.give(b.fma(factors[0], factors[1], loop.values[0]))
         return loop.results[0]
 
 
@@ -331,12 +326,12 @@ def _dynamic(op: Op, x: np.ndarray, *starts: np.ndarray) -> np.ndarray:
 def _dot(op: Op, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     (cx, cy), (bx, by) = op.attrs["contract"], op.attrs["batch"]
     labels = "abcdefghijklmnop"
-    own = list(labels[: x.ndim])
-    other = list(labels[x.ndim : x.ndim + y.ndim])
+    of_x = list(labels[: x.ndim])
+    of_y = list(labels[x.ndim : x.ndim + y.ndim])
     for i, j in zip((*cx, *bx), (*cy, *by)):
-        other[j] = own[i]
-    free = [own[i] for i in range(x.ndim) if i not in (*cx, *bx)] + [other[i] for i in range(y.ndim) if i not in (*cy, *by)]
-    return np.einsum(f"{''.join(own)},{''.join(other)}->{''.join([own[i] for i in bx] + free)}", x, y)
+        of_y[j] = of_x[i]
+    free = [of_x[i] for i in range(x.ndim) if i not in (*cx, *bx)] + [of_y[i] for i in range(y.ndim) if i not in (*cy, *by)]
+    return np.einsum(f"{''.join(of_x)},{''.join(of_y)}->{''.join([of_x[i] for i in bx] + free)}", x, y)
 
 
 _NUMPY: dict[str, Callable[..., np.ndarray]] = {

@@ -35,8 +35,8 @@ def fused(
     keys = [*(f"{name}={e.key()}" for name, e in inputs.items()), *([output.key()] if output else [])]
 
     def arguments_of(given: Mapping[str, Ssa]) -> dict[str, Any]:
-        own = {name: x for name, x in given.items() if name not in more}
-        return own | {name: Computed(e, given) for name, e in inputs.items()}
+        kernel_operands = {name: x for name, x in given.items() if name not in more}
+        return kernel_operands | {name: Computed(e, given) for name, e in inputs.items()}
 
     def write(b: GpuBody, **given: Ssa) -> None:
         arguments = arguments_of(given)
@@ -56,12 +56,12 @@ def fused(
         return (lambda d: output.element(b, given, (row, d), element(d))) if output else element
 
     def reference(**given: Any) -> Mapping[str, np.ndarray]:
-        own = given | {name: np.asarray(_typed(e, e.array(given))) for name, e in inputs.items()}
+        operands = given | {name: np.asarray(_typed(e, e.array(given))) for name, e in inputs.items()}
         # In the order of `kernel.operands`, because attention joins its rows in this order.
-        found = dict(kernel.reference(**{name: own[name] for name in kernel.operands}))
+        results = dict(kernel.reference(**{name: operands[name] for name in kernel.operands}))
         if output:
-            found[result] = _typed(output, output.array(given, found[result]))
-        return found
+            results[result] = _typed(output, output.array(given, results[result]))
+        return results
 
     return replace(
         kernel,
@@ -86,8 +86,8 @@ def with_rows(kernel: GpuKernel, names: Sequence[str], rows: GpuKernel, is_store
 
     def write(b: GpuBody, **given: Ssa) -> None:
         assert rows.read_row is not None
-        own = {name: given[f"rows_{name}"] for name in rows.operands}
-        elements = [rows.read_row(b, row, **own) for row in range(type_.shape[0])]
+        row_operands = {name: given[f"rows_{name}"] for name in rows.operands}
+        elements = [rows.read_row(b, row, **row_operands) for row in range(type_.shape[0])]
         if is_stored:
             first = b.add(b.mul(b.workgroup(), b.threads), b.thread())
             for row, element in enumerate(elements):
@@ -99,8 +99,8 @@ def with_rows(kernel: GpuKernel, names: Sequence[str], rows: GpuKernel, is_store
 
     def reference(**given: Any) -> Mapping[str, np.ndarray]:
         y = rows.reference(**{name: given[f"rows_{name}"] for name in rows.operands})[result]
-        found = kernel.reference(**{name: y if name in names else given[name] for name in kernel.operands})
-        return {**found, "rows": y} if is_stored else found
+        kernel_results = kernel.reference(**{name: y if name in names else given[name] for name in kernel.operands})
+        return {**kernel_results, "rows": y} if is_stored else kernel_results
 
     digest = hashlib.sha256(f"{rows.name} {names} {is_stored}".encode()).hexdigest()[:10]
     return replace(
@@ -163,16 +163,16 @@ def beside(first: GpuKernel, second: GpuKernel, shared: Mapping[str, str]) -> Gp
     def write(b: GpuBody, **given: Ssa) -> None:
         parts = b.when(b.less(b.workgroup(), first.workgroups)), b.after(first.workgroups)
         for (kernel, named), part in zip(names, parts):
-            own = {*kernel.operands, *(name for name in kernel.results if name not in kernel.in_place)}
+            arguments = {*kernel.operands, *(name for name in kernel.results if name not in kernel.in_place)}
             with part:
-                kernel.write(b, **{name: given[named(name)] for name in own})
+                kernel.write(b, **{name: given[named(name)] for name in arguments})
 
     def reference(**given: Any) -> Mapping[str, np.ndarray]:
-        found = dict[str, np.ndarray]()
+        both = dict[str, np.ndarray]()
         for kernel, named in names:
-            own = kernel.reference(**{name: given[named(name)] for name in kernel.operands})
-            found |= {named(name): x for name, x in own.items()}
-        return found
+            of_kernel = kernel.reference(**{name: given[named(name)] for name in kernel.operands})
+            both |= {named(name): x for name, x in of_kernel.items()}
+        return both
 
     return GpuKernel(
         "_".join(("gpu_beside", hashlib.sha256(f"{first.name} {second.name} {shared}".encode()).hexdigest()[:16])),

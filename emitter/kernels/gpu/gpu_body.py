@@ -7,7 +7,7 @@ read such elements wrongly. Kernels use no subgroups, whose size differs between
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -29,8 +29,6 @@ def grid(workgroups: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SharedType(Type):
-    """The type of a memref in the shared memory of a workgroup."""
-
     def __str__(self) -> str:
         return f"memref<{'x'.join((*map(str, self.shape), self.element))}, #gpu.address_space<workgroup>>"
 
@@ -38,17 +36,13 @@ class SharedType(Type):
 class Loadable(Protocol):
     """An operand that is not in memory: its elements are computed when a kernel loads them."""
 
-    def load(self, b: GpuBody, *index: Index) -> Ssa:
-        """Emit code that computes the element at `index`; return the element."""
-        ...
+    def load(self, b: GpuBody, *index: Index) -> Ssa: ...
 
 
 class Storable(Protocol):
     """A result of a kernel to which other operations are applied before it is written to memory."""
 
-    def store(self, b: GpuBody, value: Ssa, *index: Index) -> None:
-        """Emit code that stores the element at `index`, after the other operations."""
-        ...
+    def store(self, b: GpuBody, value: Ssa, *index: Index) -> None: ...
 
 
 class GpuBody(Body):
@@ -134,14 +128,12 @@ class GpuBody(Body):
     def shared_bytes(self) -> int:
         return sum(4 * prod(buffer.type.shape) for buffer in self._allocated)
 
-    @contextmanager
-    def strided(self, thread: Ssa, count: Index, carry: Sequence[Ssa] = ()) -> Iterator[Loop]:
+    def strided(self, thread: Ssa, count: Index, carry: Sequence[Ssa] = ()) -> AbstractContextManager[Loop]:
         """Append a loop over 0 .. count - 1; thread t runs iterations t, t + threads, and so on.
 
         carry: initial values of the loop-carried variables (`iter_args` of `scf.for`).
         """
-        with self.loop(thread, count, self.threads, carry) as loop:
-            yield loop
+        return self.loop(thread, count, self.threads, carry)
 
     def sums(self, thread: Ssa, values: Sequence[Ssa], lanes: int, op: str = "addf") -> tuple[Ssa, int]:
         """Emit code that adds f32 values over groups of `lanes` threads; return (memref, first).

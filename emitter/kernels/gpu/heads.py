@@ -12,7 +12,7 @@ from castiron.emitter.kernels.mlir.body import Index, Ssa
 
 
 @dataclass(frozen=True)
-class Rows:
+class QkvRows:
     """The operands rows0, rows1, ... of an attention kernel, with the columns of q, then k, then v.
 
     widths: number of columns of each operand, which is f32 [tokens, width].
@@ -30,11 +30,11 @@ class Rows:
             if column < width:
                 return f"rows{i}", column
             column -= width
-        raise ValueError(f"Rows.widths has no columns for the {kind} heads: {self.widths}; pass the widths of q, k and v")
+        raise ValueError(f"QkvRows.widths has no columns for the {kind} heads: {self.widths}; pass the widths of q, k and v")
 
 
 @dataclass(frozen=True)
-class Head:
+class TokenHead:
     """One attention head of one token: `index` among those of its kind, "q", "k" or "v"."""
 
     kind: str
@@ -44,7 +44,7 @@ class Head:
 
 
 def prepare(
-    b: GpuBody, thread: Ssa, layout: HeadLayout, rows: Rows, heads: Sequence[tuple[Head, Ssa]], given: Mapping[str, Ssa]
+    b: GpuBody, thread: Ssa, layout: HeadLayout, rows: QkvRows, heads: Sequence[tuple[TokenHead, Ssa]], given: Mapping[str, Ssa]
 ) -> None:
     """Emit code that loads heads, applies norms and rotary embedding, and ends with a barrier.
 
@@ -75,7 +75,7 @@ def prepare(
 
 
 def _element(
-    b: GpuBody, layout: HeadLayout, rows: Rows, head: Head, d: Ssa, inverse: Ssa | None, given: Mapping[str, Ssa]
+    b: GpuBody, layout: HeadLayout, rows: QkvRows, head: TokenHead, d: Ssa, inverse: Ssa | None, given: Mapping[str, Ssa]
 ) -> Ssa:
     name, first = rows.find(layout, head.kind)
     start = b.mul(head.index, layout.head_dim)

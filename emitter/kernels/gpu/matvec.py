@@ -21,7 +21,7 @@ from castiron.emitter.kernels.epilogue import ACTIVATIONS as REFERENCES
 from castiron.emitter.kernels.gpu.activations import ACTIVATIONS
 from castiron.emitter.kernels.gpu.gpu_body import GpuBody
 from castiron.emitter.kernels.gpu.gpu_kernel import GpuKernel
-from castiron.emitter.kernels.gpu.words import UNIT, Layout, Units, layout_of, weight_values
+from castiron.emitter.kernels.gpu.words import UNIT, Units, WordLayout, layout_of, weight_values
 from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import Index, Ssa
@@ -33,7 +33,7 @@ TOTALS = 32  # max sums of a thread
 ROWS = 4
 
 
-def operands(matmul: Matmul, layout: Layout) -> dict[str, TensorType]:
+def operands(matmul: Matmul, layout: WordLayout) -> dict[str, TensorType]:
     """Return the types of the operands by name: those of `matmul.operands()`, with packed weights.
 
     weight: i32 [rows, words]; all rows of gate, then those of up; all rows of expert 0 first.
@@ -49,8 +49,8 @@ def define(matmul: Matmul, summed: int, x: np.ndarray, weight: np.ndarray, **giv
         x = rms_normed(x, given["norm"], matmul.rms_eps)
     values = weight_values(layout_of(matmul.codec), weight, matmul.in_features).astype(np.float64)
     if matmul.experts:
-        own = values.reshape(matmul.experts, -1, matmul.in_features)[given["chosen"]]
-        dots = np.einsum("ti,toi->to", x, own)
+        chosen = values.reshape(matmul.experts, -1, matmul.in_features)[given["chosen"]]
+        dots = np.einsum("ti,toi->to", x, chosen)
     else:
         dots = x @ values.T
     if matmul.glu is not None:

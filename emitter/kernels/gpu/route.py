@@ -83,10 +83,10 @@ def route(
             sums = np.sort(rated.reshape(T, groups[0], -1), 2)[:, :, -best:].sum(2)
             order = np.argsort(np.argsort(-sums, 1, kind="stable"), 1)
             rated = np.where(np.repeat(order < groups[1], experts // groups[0], 1), rated, -np.inf)
-        found = np.argsort(-rated, 1, kind="stable")[:, :top_k]
-        weights = np.take_along_axis(likely, found, 1)
+        best_first = np.argsort(-rated, 1, kind="stable")[:, :top_k]
+        weights = np.take_along_axis(likely, best_first, 1)
         weights = weights / weights.sum(1, keepdims=True) if normalised else weights
-        return {"chosen": found.astype(np.int32), "weights": weights.astype(np.float32)}
+        return {"chosen": best_first.astype(np.int32), "weights": weights.astype(np.float32)}
 
     results = {"chosen": TensorType((T, top_k), I32), "weights": TensorType((T, top_k), F32)}
     name = f"gpu_route_{T}x{experts}_{top_k}_{scores}" + "_normalised" * normalised + "_correction" * correction
@@ -131,13 +131,13 @@ def _drop_groups(b: GpuBody, thread: Ssa, rated: Ssa, experts: int, groups: tupl
 def _softmax(b: GpuBody, thread: Ssa, read, target: Ssa, count: int) -> None:
     with b.strided(thread, count, [b.f32(float("-inf"))]) as e:
         e.give(b.maxf(read(e.index), e.values[0]))
-    found, at = b.sums(thread, e.results, b.threads, "maxf")
-    top = b.load(found, at)
+    totals, at = b.sums(thread, e.results, b.threads, "maxf")
+    top = b.load(totals, at)
     with b.strided(thread, count, [b.f32(0.0)]) as e:
         weight = b.math("exp", b.subf(read(e.index), top))
         b.store(weight, target, e.index)
         e.give(b.addf(e.values[0], weight))
-    found, at = b.sums(thread, e.results, b.threads)
-    total = b.load(found, at)
+    totals, at = b.sums(thread, e.results, b.threads)
+    total = b.load(totals, at)
     with b.strided(thread, count) as e:
         b.store(b.divf(b.load(target, e.index), total), target, e.index)

@@ -1,7 +1,7 @@
 """The layout of weights for GPU kernels: each row is packed into 32-bit words.
 
 A code is the stored number of one element, before it is multiplied by a scale. Codes of 4, 5, 6 and
-8 bits are stored as unsigned numbers: the codec's signed code plus `Layout.offset`. Codes of 16 or
+8 bits are stored as unsigned numbers: the codec's signed code plus `WordLayout.offset`. Codes of 16 or
 32 bits are floats. A thread decodes one unit at a time: 8 consecutive elements of a row.
 
 A row has three parts, in this order:
@@ -57,7 +57,7 @@ def widened(codec_name: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Layout:
+class WordLayout:
     """How a row of weights is packed into 32-bit words for GPU kernels.
 
     bits: size of a code; codes of 16 bits or more are floats. scales: a key of `SCALES`.
@@ -77,7 +77,6 @@ class Layout:
 
     @property
     def low_words(self) -> int:
-        """Return how many words the low codes of a unit take."""
         return {4: 1, 5: 1, 6: 1, 8: 2, 16: 4, 32: 8}[self.bits]
 
     @property
@@ -147,27 +146,27 @@ class Layout:
             wide = wide if of_group is None else wide * of_group.astype(np.float32)
             return np.ascontiguousarray(wide).view(np.uint32)
 
-        found = [factors(parts.d, parts.scales)]
+        packed = [factors(parts.d, parts.scales)]
         if self.scales == "double":
             assert parts.m is not None, f"{codec.name} has no minima"
-            found.append(factors(parts.m, parts.minima))
-        return np.stack(found, -1).reshape(rows, -1)
+            packed.append(factors(parts.m, parts.minima))
+        return np.stack(packed, -1).reshape(rows, -1)
 
 
-def layout_of(codec_name: str) -> Layout:
+def layout_of(codec_name: str) -> WordLayout:
     codec = codec_of(codec_name)
     if codec_name in NATIVE:
         bits, scales = NATIVE[codec_name]
         offset = 128 if bits == 8 else codec.offset
-        return Layout(codec_name, bits, scales, codec.group or 32, offset, codec.minimum)
+        return WordLayout(codec_name, bits, scales, codec.group or 32, offset, codec.minimum)
     scales = "double" if codec.minimum else "single"
     if not codec.has_bf16_codes:
-        return Layout(codec_name, 32, "")
+        return WordLayout(codec_name, 32, "")
     if not codec.has_integers:
-        return Layout(codec_name, 16, scales, codec.group, 0, codec.minimum)
+        return WordLayout(codec_name, 16, scales, codec.group, 0, codec.minimum)
     if not codec.table and codec.bits <= 4:
-        return Layout(codec_name, 4, scales, codec.group, codec.offset, codec.minimum)
-    return Layout(codec_name, 8, scales, codec.group, 128, codec.minimum)
+        return WordLayout(codec_name, 4, scales, codec.group, codec.offset, codec.minimum)
+    return WordLayout(codec_name, 8, scales, codec.group, 128, codec.minimum)
 
 
 def _joined(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -185,7 +184,7 @@ class Units:
     """A writer of code that decodes units of the weight i32 [rows, layout.row_words(inner)]."""
 
     b: GpuBody
-    layout: Layout
+    layout: WordLayout
     weight: Ssa
     inner: int
 
@@ -197,7 +196,7 @@ class Units:
         first = b.mul(unit, layout.low_words)
         words = [b.load(self.weight, row, b.add(first, i)) for i in range(layout.low_words)]
         size = 8 if layout.bits == 8 else 4
-        per_word, found = 32 // size, []
+        per_word, signed_codes = 32 // size, []
         above = self._high(row, unit) if layout.high_bits else None
         for j in range(UNIT):
             code = b.bits("andi", b.bits("shrui", words[j // per_word], j % per_word * size), (1 << size) - 1)
@@ -205,8 +204,8 @@ class Units:
                 more = layout.bits - 4
                 part = b.bits("andi", b.bits("shrui", above, j * more), (1 << more) - 1)
                 code = b.either(code, b.bits("shli", part, 4))
-            found.append(b.number(code, layout.offset))
-        return found
+            signed_codes.append(b.number(code, layout.offset))
+        return signed_codes
 
     def _floats(self, row: Index, unit: Index) -> list[Ssa]:
         b, wide = self.b, _fours(self.b, self.weight)
@@ -270,7 +269,7 @@ def _fours(b: GpuBody, weight: Ssa) -> Ssa:
     return b.view(weight, (rows, words // 4), "vector<4xi32>")
 
 
-def weight_values(layout: Layout, words: np.ndarray, inner: int) -> np.ndarray:
+def weight_values(layout: WordLayout, words: np.ndarray, inner: int) -> np.ndarray:
     """Decode rows of this layout with NumPy to f32 [rows, inner]."""
     low, high, scales = layout.parts(inner)
     rows, words = len(words), np.ascontiguousarray(words).view(np.uint32)
@@ -301,13 +300,13 @@ def _apart(words: np.ndarray, bits: int) -> np.ndarray:
     return (words[..., None] >> shifts & np.uint32((1 << bits) - 1)).reshape(len(words), -1)
 
 
-def _scale_values(layout: Layout, words: np.ndarray, inner: int) -> tuple[np.ndarray, np.ndarray | None]:
+def _scale_values(layout: WordLayout, words: np.ndarray, inner: int) -> tuple[np.ndarray, np.ndarray | None]:
     """Return (scales, minima) of all groups, f32 [rows, groups]; no minima if there are none."""
     rows, groups = len(words), inner // layout.group
     halves = lambda x: np.ascontiguousarray(x).view(np.float16).astype(np.float32)
     if layout.scales in ("single", "double"):
-        found = words.view(np.float32).reshape(rows, groups, -1)
-        return found[..., 0], found[..., 1] if layout.scales == "double" else None
+        by_group = words.view(np.float32).reshape(rows, groups, -1)
+        return by_group[..., 0], by_group[..., 1] if layout.scales == "double" else None
     if layout.scales == "half":
         return halves(words)[:, :groups], None
     if layout.scales == "pair":

@@ -76,7 +76,7 @@ class Gemv:
         self.lanes, self.x_row, self.y_row = isa.lanes, x_row, y_row
         self.by_tables = is_summed_by_tables(matmul, isa)
         # Canonical sums have the order of the kernels for several tokens, which decode weights.
-        self.decodes = isa.canonical or matmul.format.summed
+        self.decodes = isa.canonical or matmul.format.needs_input_sums
         self.matmul, self.isa, self.out_features, self.in_features = matmul, isa, matmul.out_features, matmul.in_features
         self.row_blocks, self.count, self.size = matmul.weight_shape
         self.records = Records(b, self.codec, isa, buffers["weight"], base)
