@@ -42,10 +42,9 @@ def write_file(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def replace_file(path: Path, private: bool = False) -> Iterator[BinaryIO]:
-    """Yield a file that replaces `path` when the `with` block ends.
+    """Yield a file that replaces `path` at the end of the `with` block, unless the block raises.
 
-    If the block raises an error, `path` is unchanged. A folder, a device or a pipe, such as
-    /dev/null, is not replaced but an OSError. private: whether only the owner may read it.
+    OSError if `path` is a folder, a device or a pipe. private: only the owner may read the file.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file; give the path of a file", os.fspath(path))
@@ -59,21 +58,17 @@ def replace_file(path: Path, private: bool = False) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def staging_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`, which is removed when the `with` block ends.
-
-    To keep a file of the folder, or the folder itself, rename it before the block ends.
-    """
+    """Yield a temporary folder beside `path`; rename what must stay before the block ends."""
     with _staging(path) as staging:
         (staging / _NEW).mkdir()
         yield staging / _NEW
 
 
 def replace_folder(new: Path, path: Path) -> None:
-    """Rename the folder `new` to `path`, and remove the old folder at `path`, if there is one.
+    """Rename the folder `new`, which `staging_folder` yielded, to `path`, and remove the old one.
 
-    new: a folder that `staging_folder` yielded. Between moving the old folder away and renaming the
-    new one, `path` does not exist, so readers lock `path.parent`. If the process is killed in
-    between, `remove_abandoned` moves the old folder back.
+    `path` does not exist for a moment, so readers lock `path.parent`. If the process is killed
+    then, `remove_abandoned` moves the old folder back.
     """
     previous = new.parent / _PREVIOUS / path.name
     previous.parent.mkdir()
@@ -93,15 +88,11 @@ def locked(folder: Path) -> contextlib.AbstractContextManager:
 
 
 def is_staging(name: str) -> bool:
-    """Return whether `name` is that of a writer's hidden folder."""
     return _STAGING.fullmatch(name) is not None
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove temporary files that killed processes left in `folder`.
-
-    If a killed process was replacing a folder, the old folder is moved back to its path.
-    """
+    """Remove what killed writers left in `folder`; move back a folder that one was replacing."""
     with locked(folder):
         _remove_abandoned(folder)
 
@@ -139,12 +130,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path, wait: bool = False) -> Iterator[bool | None]:
-    """Lock the file or folder `path` during the `with` body; yield whether that succeeded.
-
-    The value is True if `path` is locked or does not exist, False if another process has the lock,
-    and None if the system cannot lock `path`. wait: wait for the other process instead of yielding
-    False.
-    """
+    """Lock `path`; yield True (also if it is absent), False (another has it) or None (no locks)."""
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

@@ -46,10 +46,8 @@ _WRITTEN = ".written-by-castiron"
 
 @dataclass(frozen=True)
 class Usage:
-    """The number, total size and last use of the cached files of one kind, such as "bundles".
+    """The cached files of one kind.
 
-    kind: what the files contain; a key of `KINDS`.
-    bytes: total size of the files.
     newest: Unix time at which one of the files was last used; None if there are no files.
     others: paths that castiron did not write, or that are links.
     """
@@ -76,18 +74,14 @@ def cache_root() -> Path:
 
 
 def cache_path(kind: str) -> Path:
-    """Return the path in the cache for one kind of data; it need not exist yet.
-
-    kind: a key of `KINDS`, such as "bundles".
-    """
+    """Return the path in the cache for a kind of `KINDS`; it need not exist yet."""
     return cache_root() / _FILES.get(kind, kind)
 
 
 def cache_folder(kind: str) -> Path:
-    """Create and return the cache's folder for one kind of data.
+    """Create and return the cache's folder for a kind of `KINDS`.
 
-    If the cache is not writable, print a message and create a temporary folder instead. kind: a key
-    of `KINDS`, such as "bundles".
+    If the cache is not writable, print a message and create a temporary folder instead.
     """
     folder = cache_root() / kind
     try:
@@ -104,10 +98,9 @@ def cache_folder(kind: str) -> Path:
 
 
 def claim(path: Path) -> None:
-    """Record that castiron writes the entry of the cache that `path` is or is in.
+    """Record that castiron writes the entry of the cache that `path` is or is in; call it before.
 
-    Call this before the entry is written. An entry that exists already is not recorded, because it
-    may belong to somebody else. A path outside the cache is ignored.
+    An entry that exists already may be somebody else's, and is not recorded.
     """
     if (entry := _entry(path)) is None or os.path.lexists(entry):
         return
@@ -147,10 +140,7 @@ def _written(folder: Path) -> set[str]:
 
 
 def keep(path: Path, data: bytes) -> bool:
-    """Write `data` to the file `path` in the cache; return whether that succeeded.
-
-    A failure raises nothing. The first failure in a process prints its reason on stderr.
-    """
+    """Write a file of the cache; return whether that succeeded, and report the first failure."""
     claim(path)
     try:
         write_file(path, data)
@@ -164,10 +154,7 @@ _reported: list[str] = []
 
 
 def unwritable(path: Path | str, why: str) -> None:
-    """Print on stderr, once per process, that the cache cannot be written.
-
-    path: folder of the cache. why: the reason, for the message.
-    """
+    """Print on stderr, once per process, that the cache cannot be written."""
     if not _reported:
         _reported.append(why)
         print(
@@ -222,7 +209,6 @@ def _entries(kind: str) -> tuple[list[Path], list[Path]]:
 
 
 def _files(kind: str) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield (file, `lstat` result) for each file of one kind that castiron wrote."""
     for entry in _entries(kind)[0]:
         below = (Path(folder, name) for folder, _, names in os.walk(entry) for name in names)
         for file in below if entry.is_dir() else (entry,):
@@ -232,13 +218,11 @@ def _files(kind: str) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def clear(kinds: Sequence[str] = tuple(KINDS), older_than_days: float = 0.0) -> tuple[Usage, ...]:
-    """Remove cached files; return how many were removed, and their size, for each kind of data.
+    """Remove cached files that castiron wrote; return what was removed, by kind.
 
-    kinds: which kinds of data to remove, as keys of `KINDS`; by default all.
-    older_than_days: remove only files that were not used for this number of days.
+    older_than_days: remove only files that were not used for so many days.
 
-    Only entries that castiron wrote are removed, and no link is followed. Temporary files that
-    killed processes left are removed too. Files that a process is writing are not removed.
+    No link is followed, and no file that a process is writing is removed.
     """
     now, removed = time.time(), []
     for kind in kinds:
@@ -263,7 +247,6 @@ def clear(kinds: Sequence[str] = tuple(KINDS), older_than_days: float = 0.0) -> 
 
 
 def _forget(entries: Sequence[Path]) -> None:
-    """Remove the names of removed entries from the list of their folder."""
     gone = {entry.name for entry in entries if not os.path.lexists(entry)}
     if not gone:
         return

@@ -43,8 +43,7 @@ def naming(path: Path | str) -> Iterator[None]:
 class LargePageWriter:
     """A writer of files that Linux can cache and map in pages of 2 MB instead of 4 KB.
 
-    For this, it writes aligned multiples of 2 MB. A core reads memory-mapped weights up to 1.2
-    times as fast in pages of 2 MB, because it looks up fewer addresses.
+    A core reads such weights up to 1.2 times as fast, because it looks up fewer addresses.
     """
 
     def __init__(self, file: BinaryIO):
@@ -72,10 +71,7 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def files_below(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield (file, `stat` result) for each file below the folder `path`; `path` may also be a file.
-
-    Files that another process removes meanwhile are skipped.
-    """
+    """Yield (file, `stat` result) for each file below `path`, or for `path` if it is a file."""
     below = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
     for file in chain((path,), below):
         with contextlib.suppress(OSError):

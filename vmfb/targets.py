@@ -42,14 +42,9 @@ _SPIRV_FEATURES = (
 class Target:
     """A CPU, a class of CPUs or a GPU, for which castiron compiles.
 
-    name: the value of `--target`, such as "host", "x86-64-v3" or "cuda:sm_90".
-    arch: the architecture, such as "x86_64".
-    isa: the instruction set of castiron's kernels, such as "avx2"; empty if castiron has no kernels
-        for the target.
-    cpu: LLVM's name of the CPU; for `host`, the name that the CPU reports; for a GPU, its
-        architecture.
-    features: LLVM's names of the features that the compiled code needs; for Vulkan, SPIR-V's names.
-    flags: the flags for iree-compile.
+    name: the value of `--target`. isa: the instruction set of castiron's kernels; empty for none.
+    cpu: LLVM's name; for `host`, the name that the CPU reports; for a GPU, its architecture.
+    features: LLVM's names of what the code needs; for Vulkan, SPIR-V's.
     driver: the IREE runtime's driver for a GPU; empty for a CPU.
     """
 
@@ -63,10 +58,7 @@ class Target:
 
 
 def isa_of(arch: str, features: Collection[str]) -> str:
-    """Return the best instruction set for castiron's kernels that a CPU supports, such as "avx512".
-
-    features: LLVM's names of the CPU's features. The result is "" if the CPU supports none.
-    """
+    """Return the best instruction set of castiron's kernels for a CPU's features; "" for none."""
     if arch == "x86_64":
         needs = {
             "amx": {*_V4, "avx512vbmi", "avx512vnni", "avx512bf16", TILES, "amx-bf16"},
@@ -174,11 +166,9 @@ def _gpu(name: str) -> Target:
 
 
 def missing_features(target: Target) -> tuple[str, ...]:
-    """Return what this machine lacks to run code that is compiled for `target`.
+    """Return what this machine lacks to run code for `target`: CPU features, or the architecture.
 
-    - For a CPU: LLVM's names of the missing features; empty if none is missing. If the machine has
-      another architecture, only the target's architecture, such as "aarch64".
-    - For a GPU: always the driver, such as "vulkan"; this function does not look for a GPU.
+    For a GPU it is always the driver; this function does not look for a GPU.
     """
     if target.driver or target.arch != host_arch():
         return (target.driver or target.arch,)

@@ -19,18 +19,11 @@ Candidate = tuple[int, int | None, Request]
 class Admission:
     """The queue of requests, which chooses the request whose prompt the model reads next.
 
-    A slot is the KV cache of one sequence in the batch. The criteria are, in this order:
-    1. the lowest `priority`;
-    2. the client with the fewest slots;
-    3. the oldest request, if others were chosen before it `PATIENCE` times;
-    4. the fewest tokens left to read.
+    In this order: the lowest `priority`; the client with the fewest slots; the oldest request that
+    was passed over `PATIENCE` times; the fewest tokens left to read. While the model reads an older
+    prompt with the same prefix, a request waits until the prefix is in the prefix cache.
 
-    While the model reads an older prompt with the same prefix, a request waits until the prefix is
-    in the prefix cache.
-
-    `waiting`: requests without a slot, by priority, then in order of arrival.
-    `prefilling`: {slot: request whose prompt is being read}.
-    `decoding`: {slot: request that generates tokens}.
+    waiting: by priority, then in order of arrival. prefilling, decoding: requests by slot.
     """
 
     def __init__(self, slots: int, cache: PrefixCache):
@@ -65,10 +58,8 @@ class Admission:
     def next(self, forced: dict[int, Request]) -> tuple[int | None, Request] | None:
         """Choose the request whose tokens the model reads next; return (its slot, the request).
 
-        The slot is None if the request has no slot yet; the caller must give it one. The result is
-        None if no request has tokens to read.
-        `forced`: {slot: request} of requests that are generating, and have tokens that a grammar
-        has determined and the model has not read.
+        None if no request has tokens to read; a slot of None is still to be chosen. forced:
+        requests by slot that are generating, and have forced tokens that the model has not read.
         """
         found: list[Candidate] = [
             (len(request.unread(self.cache.sessions[slot].position)), slot, request)
@@ -92,9 +83,9 @@ class Admission:
     def preempted(self) -> int | None:
         """Return the slot whose request should be preempted, or None.
 
-        A request is preempted only if a waiting request could use the slot now that has a higher
-        priority (a lower number), or the same priority and a client with at least two slots fewer.
-        So the clients' numbers of slots become equal, and no two requests preempt each other.
+        The waiting request must have a higher priority (a lower number), or the same and a client
+        with at least two slots fewer. So clients' numbers of slots become equal, and no two
+        requests preempt each other.
         """
         if not self.waiting or self.free:
             return None
@@ -119,11 +110,6 @@ class Admission:
         return Counter(request.client for request in self.running.values())
 
     def _for_free_slots(self, free: int) -> list[Candidate]:
-        """Return candidates for the next free slot: (tokens left to read, None, the request).
-
-        They are waiting requests of the highest priority and, of these, requests from the clients
-        with the fewest slots. free: number of free slots.
-        """
         slots_of = self._slots_of()
         seen: Counter[str] = Counter()
         found: dict[tuple[int, int], list[Candidate]] = {}
@@ -136,11 +122,7 @@ class Admission:
         return found[min(found)] if found else []
 
     def _left_to_read(self, request: Request) -> int:
-        """Return the number of prompt tokens that a waiting request has to read, 0 if it must wait.
-
-        A request must wait while the model reads the same prefix for another request, or while the
-        prefix is loaded from disk.
-        """
+        """Return how many tokens a waiting request has to read; 0 if it waits for a prefix."""
         if request.paused:
             return len(request.unread(request.paused.position))
         wanted = request.prompt, request.prompt_logprobs, request.cache_salt

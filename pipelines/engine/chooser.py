@@ -18,11 +18,10 @@ class ConstraintError(PipelineError):
 
 
 class Constraint(Protocol):
-    """The interface of a constraint, such as a grammar, which limits the next token of a text.
+    """What limits the next token of a text, such as a grammar.
 
-    `forced`: the tokens that must come next, in order; empty if several tokens may come next.
-    `done`: whether the text is complete and cannot continue. `eos`: the end tokens that may follow
-    a complete text.
+    forced: the tokens that must come next, in order. done: whether the text is complete and cannot
+    continue. eos: the end tokens that may follow a complete text.
     """
 
     @property
@@ -38,10 +37,7 @@ class Constraint(Protocol):
     def allows(self, token: int) -> bool: ...
 
     def masked(self, logits: np.ndarray) -> np.ndarray:
-        """Return `logits` with minus infinity for forbidden tokens.
-
-        Raises ConstraintError if all tokens are forbidden.
-        """
+        """Return `logits` with -inf for forbidden tokens; ConstraintError if all are."""
         ...
 
     def accept(self, token: int) -> None:
@@ -62,11 +58,8 @@ class TokenFilter:
     ):  # fmt: skip
         """Create a filter for one text.
 
-        Args:
-            min_tokens: number of tokens that must come before a stop token.
-            stop_tokens: ids of the tokens that end the text.
-            allowed: the only allowed tokens; None for all.
-            forbidden: sequences of tokens that the text must not contain.
+        min_tokens: number of tokens before the first of `stop_tokens`. allowed: None for all.
+        forbidden: sequences of tokens that the text must not contain.
         """
         self.left, self.stop_tokens = min_tokens, frozenset(stop_tokens)
         self.allowed = None if allowed is None else frozenset(allowed)
@@ -104,10 +97,8 @@ class TokenFilter:
 class Chooser:
     """The choice of the tokens of one request: `pick` returns the next token, `accept` appends it.
 
-    `recent`: the tokens of prompt and answer to which the repeat penalty applies.
-    `counts`: how often each token was generated, for the frequency and presence penalties.
-
-    Greedy decoding without penalties does not use or update these two.
+    recent: tokens of prompt and answer to which the repeat penalty applies. counts: how often each
+    token was generated. Greedy decoding without penalties uses neither.
     """
 
     def __init__(self, sampler: Sampler, constraint: Constraint | None = None, recent: Sequence[int] = ()):
@@ -125,18 +116,14 @@ class Chooser:
         return bool(self.constraint and self.constraint.forced)
 
     def pick(self, argmax: int, logits: Callable[[], np.ndarray]) -> int:
-        """Return the next token, without appending it.
-
-        `argmax`: the token with the largest logit. `logits`: returns the logits, f32 [vocab];
-        called only if `argmax` does not determine the choice.
-        """
+        """Return the next token; `logits` is called only if `argmax` does not determine it."""
         return self._pick(argmax, logits, False)[0]
 
     def pick_if_certain(self, argmax: int, logits: Callable[[], np.ndarray]) -> int | None:
         """Return the token that `pick` would return, or None if rounding errors could change it.
 
-        The functions of a bundle (prefill, decode, verify) add numbers in different orders, so
-        their logits have different rounding errors. The arguments are those of `pick`.
+        The functions of a bundle add numbers in different orders, so their logits differ by
+        rounding.
         """
         token, certain = self._pick(argmax, logits, True)
         return token if certain else None
@@ -167,10 +154,7 @@ class Chooser:
             self.sampler.used()
 
     def lookahead(self) -> Chooser:
-        """Return an independent copy, which chooses the same tokens for the same logits.
-
-        With the copy, a draft model can propose tokens without changing this object.
-        """
+        """Return an independent copy, which chooses the same tokens for the same logits."""
         other = copy(self)
         other.sampler = self.sampler.copy()
         other.constraint, other.counts = self.constraint and self.constraint.copy(), self.counts.copy()

@@ -39,13 +39,10 @@ ALL_KINDS = -1
 
 
 class Ngrams:
-    """A predictor of the next tokens, which looks for the text's last tokens earlier in the text.
+    """Proposes the tokens that followed the last ones earlier (prompt lookup, Saxena 2023).
 
-    It proposes the tokens that followed them there (prompt lookup, Saxena 2023).
-
-    tokens: the text so far, as token ids.
-    length: how many of the last tokens also occur earlier; 0 without a match.
-    end: index in `tokens` of the first token after the earlier occurrence.
+    tokens: the text so far. length: how many of its last tokens also occur earlier; 0 without a
+    match. end: index of the first token after the earlier occurrence.
     """
 
     def __init__(self, tokens: Sequence[int] = ()):
@@ -68,9 +65,9 @@ class Ngrams:
             self.length, self.end = min(length, MAX_MATCH), end
 
     def propose(self, count: int) -> list[int]:
-        """Return `count` tokens that followed the earlier occurrence, or no tokens without a match.
+        """Return the `count` tokens that followed the earlier occurrence; [] without a match.
 
-        If fewer than `count` tokens follow the occurrence in the text, the result repeats them.
+        If fewer follow it in the text, the result repeats them.
         """
         if not self.length:
             return []
@@ -96,14 +93,7 @@ class Ngrams:
 
 
 class HitRates:
-    """Acceptance rates: for each kind of proposed token, the fraction that was right.
-
-    The caller divides proposals into kinds, for example by confidence, and gives each an index.
-    A rate is a weighted mean over past proposals; recent proposals have more weight.
-
-    prior: initial rate of each kind, which has the weight of `CASES` proposals.
-    decay: a factor below 1; each new proposal multiplies the weights of earlier ones by it.
-    """
+    """Acceptance rates: for each kind of proposed token, the fraction that was right."""
 
     CASES = 4.0
 
@@ -115,21 +105,13 @@ class HitRates:
         return self._hits[kind] / self._cases[kind]
 
     def learn(self, kind: int, right: bool) -> None:
-        """Update the acceptance rate of one kind of proposal with a new proposal.
-
-        kind: index of the kind, see the class. right: whether the proposed token was accepted.
-        """
+        """Update the acceptance rate of one kind of proposal with a new proposal."""
         self._hits[kind] = self._hits[kind] * self._decay + right
         self._cases[kind] = self._cases[kind] * self._decay + 1
 
 
 def expected_tokens(rates: Iterable[float]) -> float:
-    """Return the expected number of tokens that a model call with proposed tokens generates.
-
-    The call generates a token for each proposal before the first wrong one, and one token more.
-
-    rates: for each proposal in order, the probability that it is right.
-    """
+    """Return the expected new tokens of a call whose proposals are right at these rates."""
     expected = probability = 1.0
     for rate in rates:
         probability *= rate
@@ -138,11 +120,7 @@ def expected_tokens(rates: Iterable[float]) -> float:
 
 
 class CallCosts:
-    """Seconds that a call of the model takes, by the call's width (number of tokens that it reads).
-
-    The time for a width is the median of the last calls of this width. For a width without calls,
-    it is estimated from the next smaller width that was timed.
-    """
+    """Seconds of a call of the model by width: the median of the last calls, or an estimate."""
 
     GROWTH = 0.6  # low, because a width with a high estimate would never be tried
 
@@ -167,11 +145,7 @@ class CallCosts:
 
 @dataclass(frozen=True)
 class Guess:
-    """A token that the draft model proposes.
-
-    confidence: the token's probability in the draft model; None if a constraint, such as a grammar,
-        allows only this token.
-    """
+    """A proposed token; `confidence`: its probability in the draft model, None if it is forced."""
 
     token: int
     confidence: float | None
@@ -182,22 +156,10 @@ class Guess:
 
 
 class Draft:
-    """A draft model, which reads the end of a text and proposes the next tokens.
-
-    One object serves many texts. From text to text, it keeps the acceptance rates of its proposals
-    and these attributes:
-
-    costs: seconds that a call of the target model takes.
-    saved: seconds of decoding that proposals have saved so far; negative if they lost time.
-    """
+    """A draft model, which reads the end of a text and proposes the next tokens."""
 
     def __init__(self, session: Session, vocab: int, clock: Callable[[], float] = time.perf_counter):
-        """Prepare the draft model and measure its speed.
-
-        session: a session of the draft model; nothing else may use it.
-        vocab: vocabulary size of the target model.
-        clock: returns the time in seconds.
-        """
+        """Prepare the draft model and measure its speed."""
         self.session, self.vocab, self.clock = session, vocab, clock
         self._rates, self.costs, self.saved = HitRates(ACCEPTED, 0.95), CallCosts(), 0.0
         # `_read`: tokens that the session has read. `_start`: index in `_text` at which they start.
@@ -228,31 +190,22 @@ class Draft:
         return statistics.median(self._step_seconds)
 
     def acceptance(self, guess: Guess | None) -> float:
-        """Return the acceptance rate of earlier guesses with a confidence similar to `guess`.
-
-        If `guess` is None, returns the rate of all guesses. If `guess.confidence` is None, the
-        token is the only one that a constraint allows, and the rate is 1.
-        """
+        """Return the acceptance rate of earlier guesses with a confidence similar to `guess`."""
         if guess is None:
             return self._rates[ALL_KINDS]
         return 1.0 if guess.confidence is None else self._rates[guess.kind]
 
     def learn(self, guess: Guess, right: bool) -> None:
-        """Update the acceptance rates.
-
-        guess: a guess that was checked. right: whether the target model chose the same token.
-        """
+        """Update the acceptance rates."""
         if guess.confidence is not None:
             for kind in (guess.kind, ALL_KINDS):
                 self._rates.learn(kind, right)
 
     def plan(self, text: list[int], seconds: float) -> tuple[int, float] | None:
-        """Choose the first token of `text` that the draft model reads, given a limit of `seconds`.
+        """Return (first token of `text` to read, estimated seconds), or None if over `seconds`.
 
-        Returns (index of this token, estimated seconds), or None if reading takes longer than
-        `seconds`. Tokens that the draft model has already read are skipped and take no time. Of a
-        long text, only the last `WINDOW` tokens are read, unless reading more takes at most
-        `seconds` / 4.
+        Tokens that the draft has already read take no time. Of a long text, only the last `WINDOW`
+        tokens are read, unless reading more takes at most `seconds` / 4.
         """
         affordable, length = int(min(seconds / self._read_seconds, 1e9)), len(text)
         cached = length - self._start
@@ -268,14 +221,7 @@ class Draft:
         return (length - count, count * self._read_seconds) if count <= affordable else None
 
     def propose(self, text: list[int], start: int, chooser: Chooser, go_on: Callable[[list[Guess]], bool]) -> list[Guess]:
-        """Return the draft model's guesses of the next tokens; [] if it cannot read `text`.
-
-        text: token ids. The model cannot read ids that are not in its vocabulary.
-        start: index of the first token to read. Tokens that the model has already read are skipped.
-        chooser: chooses each guess from the logits. It is a copy of the request's chooser
-            (`Chooser.lookahead`), so that guesses do not change the request.
-        go_on: called with the guesses so far; returns whether to make another guess.
-        """
+        """Return the draft model's guesses of the next tokens; [] if it cannot read `text`."""
         if max(text[start:][self._agreed if start == self._start else 0 :], default=0) >= self.session.vocab:
             return []
         argmax = self._follow(text, start)
@@ -294,10 +240,7 @@ class Draft:
         return guesses
 
     def _follow(self, text: list[int], start: int) -> int:
-        """Read `text` from index `start` on; return the most probable next token.
-
-        Tokens that the session has already read are skipped.
-        """
+        """Read `text` from index `start` on; return the most probable next token."""
         if start != self._start:
             self._start, self._agreed = start, 0
         agreed = self._agree(text)
@@ -323,11 +266,7 @@ class Draft:
         return argmax
 
     def _agree(self, text: list[int]) -> int:
-        """Return how many tokens at the start of `text[self._start:]` the model has already read.
-
-        The last token of `text` is never counted: the model reads it again, because its logits are
-        needed.
-        """
+        """Return how many tokens from `_start` on, but the last, the model has already read."""
         if text is not self._text:
             self._text, self._agreed = text, 0
         count, limit = self._agreed, min(len(self._read), len(text) - 1 - self._start, self.session.position)

@@ -24,15 +24,7 @@ from castiron.vmfb.run.state_file import StateError, identity, read_head, read_r
 
 
 class Engine:
-    """Runs several requests on a model at the same time.
-
-        engine = Engine("build/model")
-        for request, event in engine.submit(Request(prompt, engine.context, max_tokens=64)):
-            ...
-
-    A thread that waits for events runs the model for all requests, or waits for the thread that
-    does. With `start`, a thread of the engine runs the model instead.
-    """
+    """Runs several requests on a model at the same time."""
 
     def __init__(
         self, model: Bundle | Path | str | Session | Batch, threads: int | None = None, *, single: bool = False,
@@ -41,10 +33,10 @@ class Engine:
     ):  # fmt: skip
         """Open the bundle `model`, or use a session or batch that nothing else uses.
 
-        threads: CPU threads; None for one per physical core.
-        single: whether to run one request at a time, even if the bundle can decode a batch.
-        ngrams: whether to speculate that the text repeats earlier text (prompt lookup).
-        fill_slots: whether to maximise throughput instead of the time between a request's tokens.
+        threads: None for one per physical core.
+        single: run one request at a time, even if the bundle can decode a batch.
+        ngrams: speculate that the text repeats earlier text (prompt lookup).
+        fill_slots: maximise throughput instead of the time between a request's tokens.
         """
         if isinstance(model, Session):
             model.rewind(0)
@@ -128,7 +120,7 @@ class Engine:
                 self._wake.notify_all()
 
     def wait_for(self, stream: EventStream) -> None:
-        """Run turns of the scheduler, or wait for those of other threads, until `stream` can be read."""
+        """Run turns, or wait for those of other threads, until `stream` can be read."""
         with self._wake:
             while not stream.is_readable:
                 if self._in_turn:
@@ -215,7 +207,7 @@ class Engine:
             return scheduler.batch.slots[scheduler.cache.latest()].position
 
     def save_state(self, path: Path) -> None:
-        """Write the tokens and states of the last used slot to `path`; if it is empty, remove `path`."""
+        """Write the last used slot to the file `path`; if it is empty, remove the file."""
         with self.exclusive() as scheduler:
             slot = scheduler.cache.latest()
             session = scheduler.batch.slots[slot]
@@ -236,7 +228,7 @@ class Engine:
     def close(self) -> None:
         """Close the engine after its current turn; later reads of events raise PipelineError.
 
-        Waits for the engine's thread, and until all files of the prefix store are written.
+        Waits for its thread, and until all files of the prefix store are written.
         """
         with self._wake:
             scheduler, self._scheduler = self._scheduler, None
@@ -250,11 +242,7 @@ class Engine:
 
 
 class EventStream:
-    """The (request, event) pairs of the requests that were submitted to it, for one reader.
-
-    It ends when these requests have ended. A `for` loop runs the model while it waits; `async for`
-    needs an engine that was started with the reader's event loop.
-    """
+    """The (request, event) pairs of the requests that were submitted to it, for one reader."""
 
     def __init__(self, engine: Engine | None, requests: Iterable[Request] = ()):
         """Create a stream; without an engine, the caller adds the events of `requests`."""

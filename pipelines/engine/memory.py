@@ -19,11 +19,7 @@ LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.
 
 @dataclass(frozen=True)
 class Needed:
-    """The memory that a bundle needs.
-
-    `weights`: bytes of the memory-mapped weights file, which processes share. `state`: bytes of the
-    states (KV cache) of one sequence that fills the context. `slots`: max concurrent sequences.
-    """
+    """Bytes of a bundle: the mapped weights, and the states of each slot at full context."""
 
     weights: int
     state: int
@@ -45,10 +41,7 @@ def needed(manifest: Manifest, slots: int = 1) -> Needed:
 
 
 def state_bytes(states: Iterable[State], context: int, max_context: int) -> int:
-    """Return the bytes of the KV cache and other states for a sequence of `context` tokens.
-
-    states: descriptions of these states, with the sizes that they have for `max_context` tokens.
-    """
+    """Return the bytes of a sequence of `context` tokens; `states` have max_context positions."""
     used = {"positional": context / max_context}
     return sum(int(state.nbytes * used.get(state.kind, 1)) for state in states)
 

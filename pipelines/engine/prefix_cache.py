@@ -14,14 +14,10 @@ from castiron.vmfb.run.session import Session, move_to
 
 @dataclass(frozen=True)
 class Paused:
-    """A copy of the KV cache of a preempted request, with which the request continues later.
+    """A copy of the states of a preempted request, with which it continues later.
 
-    rows: the KV cache, and recurrent states if the model has them; one array for each. An empty
-        list if there was no memory for a copy: then the model reads all tokens again.
-    position: number of tokens that the model had read.
-    chunked_tokens: how many of them, counted from the start of the text, it read in prefill calls
-        of the maximum size. Only the states after such calls can be stored on disk.
-    prefilling: whether the model has more than the last token to read.
+    rows: [] if there was no memory for a copy: then the model reads all tokens again.
+    chunked_tokens: see `Session`. prefilling: whether more than the last token is unread.
     """
 
     rows: list[np.ndarray]
@@ -53,33 +49,20 @@ REWRITTEN = 16
 
 
 class PrefixCache:
-    """A prefix cache: prompts reuse the KV caches that earlier requests left in the slots.
+    """The prompts' states in slots, for prompts that share a prefix with them.
 
-    A slot has the states of one sequence: its KV cache, and recurrent states if the model has them.
-    They stay in the slot after the request has ended. A prompt that continues the text in a slot
-    uses this slot. A prompt that shares only a prefix of the text gets a copy of the states in
-    another slot. If `store`, a cache on disk, has a longer prefix of the prompt than every slot,
-    and this saves at least one prefill call, the states are read from disk.
+    A prompt that continues the text in a slot uses this slot; one that shares only a prefix gets a
+    copy of its states in another slot. If `store`, a cache on disk, has a longer prefix than every
+    slot, by at least one prefill call, the states are read from disk.
 
-    A prompt reuses only states that were computed for its own salt, so clients with different salts
-    cannot learn each other's prompts from the number of cached tokens.
-
-    sessions: the session of each slot.
-    tokens: the text in each slot, as token ids, i32 [slots, context]; only the first
-        `sessions[slot].position` ids are valid.
-    scores: for each slot, the log-probabilities of the text's tokens except the first. Only
-        requests with prompt_logprobs compute them, and such requests reuse only a prefix that has
-        them.
+    tokens: the text in each slot, i32 [slots, context], valid up to its session's position.
+    scores: log-probabilities of the text's tokens except the first, by slot, if a request needed
+        them. Requests with prompt_logprobs reuse only a prefix that has them.
     salts: the salt of the text in each slot.
     """
 
     def __init__(self, sessions: Sequence, store: PrefixStore | None = None, score_width: int = 1):
-        """Create an empty cache for slots with the given sessions.
-
-        store: a second cache, on disk.
-        score_width: number of tokens that a model call reads if a request needs the
-            log-probabilities of its prompt.
-        """
+        """Create an empty cache; `score_width`: tokens of a call for prompt_logprobs."""
         self.sessions, self.store, self.score_width = sessions, store, score_width
         self.tokens = np.zeros((len(sessions), sessions[0].context), np.int32)
         self.scores: list[list[Score]] = [[] for _ in sessions]
@@ -89,11 +72,7 @@ class PrefixCache:
         self._clock = 0
 
     def cached_in(self, prompt: np.ndarray, slot: int, top: int | None = None, salt: str = "") -> int:
-        """Return how many tokens of `prompt`, i32 [n], can be reused from a slot's KV cache.
-
-        top: the request's option prompt_logprobs, or None. If it is a number, a token can be reused
-            only if its log-probability and those of the `top` most probable tokens are cached too.
-        """
+        """Return how many tokens of `prompt`, i32 [n], can be reused from a slot."""
         if self.salts[slot] != salt:
             return 0
         session, scores = self.sessions[slot], self.scores[slot]
@@ -106,30 +85,23 @@ class PrefixCache:
     def scored_positions(self, cached: int) -> int:
         """Return how many of a slot's `cached` tokens a request with prompt_logprobs can reuse.
 
-        Such a request needs the logits after every token that it does not reuse, and computes
-        `self.score_width` tokens in a call. So it reuses a multiple of this number. It computes the
-        last cached token again, because logits are not cached.
+        It needs the logits after every token that it does not reuse, in calls of `score_width`, and
+        reads the last cached token again, because logits are not cached.
         """
         return max(0, cached - 1) // self.score_width * self.score_width
 
     def store_of(self, salt: str) -> PrefixStore | None:
-        """Return the cache on disk for prompts with `salt`; None without a cache on disk."""
+        """Return the cache on disk for prompts with `salt`, if there is one."""
         return self.store and self.store.salted(salt)
 
     def longest(self, prompt: np.ndarray, top: int | None = None, salt: str = "") -> int:
-        """Return the length of the longest prefix of `prompt` that is in a slot or on disk.
-
-        top: the request's option prompt_logprobs, or None. If it is a number, a token counts only
-            if its log-probability is cached too.
-        """
+        """Return the length of the longest prefix of `prompt` that is in a slot or on disk."""
         return max(*self._cached(prompt, top, salt), self._on_disk(prompt, top, salt))
 
     def fetching(self, prompt: np.ndarray, top: int | None = None, salt: str = "") -> bool:
         """Return whether the longest cached prefix of `prompt` is still being read from disk.
 
         The first call for a prefix starts to read it in another thread.
-
-        top: the request's option prompt_logprobs, or None.
         """
         store = self.store_of(salt)
         longer = store and self._on_disk(prompt, top, salt) >= max(self._cached(prompt, top, salt)) + store.width
@@ -139,23 +111,13 @@ class PrefixCache:
         return [self.cached_in(prompt, slot, top, salt) for slot in range(len(self.sessions))]
 
     def _on_disk(self, prompt: np.ndarray, top: int | None, salt: str) -> int:
-        """Return how many of the first tokens of `prompt` are in the store on disk.
-
-        top: the request's option prompt_logprobs, or None. If it is a number, the result is 0,
-            because the store has no log-probabilities.
-        """
         store = self.store_of(salt)
         return store.lookup(self.sessions[0], prompt) if store and top is None else 0
 
     def take(self, prompt: np.ndarray, free: Collection[int], top: int | None = None, salt: str = "") -> tuple[int, int]:
-        """Prepare a slot for `prompt`; return (slot, number of prompt tokens that it already has).
+        """Prepare one of the `free` slots for `prompt`; return (slot, length of the reused prefix).
 
-        If another slot or the store on disk has a longer prefix of the prompt than the chosen slot,
-        the KV cache of this prefix is copied to the chosen slot.
-
-        free: the slots to choose from.
-        top: the request's option prompt_logprobs, or None. If it is a number, a token can be reused
-            only if its log-probability is cached too.
+        A longer prefix in another slot or on disk is copied to the slot.
         """
         cached, store = self._cached(prompt, top, salt), self.store_of(salt)
         best = max(cached)
@@ -181,11 +143,10 @@ class PrefixCache:
         return slot, best
 
     def _storable(self, store: PrefixStore, source: Session, prompt: np.ndarray, cached: int) -> int:
-        """Return how many of the `cached` tokens of `prompt` to reuse from the session `source`.
+        """Return how many of the `cached` tokens to reuse from the session `source`.
 
-        The store on disk accepts a KV cache only if it was computed in prefill calls of the maximum
-        size. So if a longer prefix of `prompt` will be stored, only the tokens of complete calls of
-        this size are reused, and the result may be less than `cached`.
+        The store accepts only states after full chunks. So if a longer prefix of `prompt` will be
+        stored, only full chunks are reused.
         """
         start = min(source.chunked_tokens, cached // store.width * store.width)
         is_near = cached - start < store.width and source.reachable(start) == start
@@ -204,21 +165,14 @@ class PrefixCache:
         self.tokens[slot, end - len(tokens) : end] = tokens
 
     def resume(self, paused: Paused, tokens: np.ndarray, free: Collection[int], salt: str = "") -> int:
-        """Copy a preempted request's KV cache to one of the `free` slots; return this slot.
-
-        tokens: the request's prompt and answer so far, i32 [n].
-        """
+        """Copy a preempted request with these tokens to a free slot; return the slot."""
         slot = self._unused_longest(free)
         paused.resume(self.sessions[slot])
         self._replace(slot, tokens[: paused.position], salt)
         return slot
 
     def load(self, rows: Sequence[np.ndarray], tokens: np.ndarray) -> None:
-        """Load a KV cache into the least recently used slot; call this only while no request runs.
-
-        rows: the KV cache, and recurrent states if the model has them; one array for each.
-        tokens: the tokens that were read to compute it, i32 [n].
-        """
+        """Load states after `tokens` into the oldest slot; only while no request runs."""
         slot = self._unused_longest(range(len(self.sessions)))
         self.sessions[slot].take(rows, len(tokens))
         self._replace(slot, tokens, "")

@@ -38,25 +38,19 @@ LISTED_SECONDS = 1.0
 
 
 class PrefixStore:
-    """A store on disk for the KV caches of a bundle's long prefixes; processes may share it.
+    """A store on disk for the states of a bundle's long prefixes; processes may share it.
 
         store = PrefixStore(directory, bundle.manifest)
         known = store.take(session, prompt)  # loads the longest stored prefix
         # After each chunk, `offer` stores the state if it is likely to be needed again.
         session.prefill(prompt[known:], progress=lambda *_: store.offer(session, prompt))
 
-    A state is the KV cache after a prefix of a text, with recurrent states if the model has them. A
-    session reads a prompt in chunks, one for each prefill call. A full chunk is as long as the
-    bundle's largest prefill call. A stored state ends after a full chunk. So a session that
-    continues from it reads the same chunks as without the store, and computes the same logits to
-    the last bit.
-
-    A state is stored only if it has at least `MIN_CHUNKS` full chunks and `min_tokens` tokens, and
-    if it is at least twice as long as the text's longest stored prefix. There is one exception to
-    the last condition: the state of a recurrent model cannot be cut to a shorter prefix, so the
-    state of the prefix that a prompt shares with a stored text is stored too. If the states in
-    `directory` exceed `max_bytes`, the least recently used ones are removed. Failures to read or
-    write a state are printed on stderr.
+    A stored state ends after a full chunk, so a session that continues from it reads the same
+    chunks as without the store, and computes the same logits to the last bit. It has at least
+    `MIN_CHUNKS` chunks and `min_tokens` tokens, and is at least twice as long as the longest stored
+    prefix of its text, unless it is the common prefix of a prompt and a stored text of a recurrent
+    model, whose states cannot be cut. Above `max_bytes` in all, the least recently used are
+    removed. Failures to read or write a state are printed on stderr.
     """
 
     def __init__(
@@ -90,17 +84,11 @@ class PrefixStore:
         return self._salted[salt]
 
     def lookup(self, session: Session, prompt: np.ndarray) -> int:
-        """Return the length in tokens of the longest stored prefix of `prompt`, i32 [n], or 0.
-
-        session: any session of the bundle.
-        """
+        """Return the length of the longest stored prefix of `prompt`, i32 [n], or 0."""
         return self._longest(session, prompt)[0]
 
     def take(self, session: Session, prompt: np.ndarray) -> int:
-        """Load the KV cache of the longest stored prefix of `prompt` into `session`.
-
-        Returns the number of tokens of this prefix, or 0 for no prefix.
-        """
+        """Load the longest stored prefix of `prompt` into `session`; return its length, or 0."""
         while True:
             position, state = self._longest(session, prompt)
             if state is None:
@@ -117,11 +105,7 @@ class PrefixStore:
             return position
 
     def fetching(self, session: Session, prompt: np.ndarray) -> bool:
-        """Return whether the longest stored prefix of `prompt` is still being read from disk.
-
-        The first call for a prefix starts to read it in another thread. session: any session of the
-        bundle.
-        """
+        """As `PrefixCache.fetching`; `session`: any session of the bundle."""
         _, state = self._longest(session, prompt)
         if state is None:
             return False
@@ -133,12 +117,7 @@ class PrefixStore:
         return not self._fetched[name].done()
 
     def offer(self, session: Session, prompt: np.ndarray) -> None:
-        """Store the KV cache of `session` if later prompts are likely to need it.
-
-        Call this after each prefill call. Another thread writes the file.
-
-        prompt: the complete prompt that the session is reading, i32 [n].
-        """
+        """Store the states of `session`, which reads `prompt`, if they are likely to be needed."""
         position = session.position
         if not position or position != session.chunked_tokens or not session.settled or not self._writable:
             return
@@ -149,18 +128,13 @@ class PrefixStore:
             self.save(session, prompt[:position])
 
     def will_store(self, session: Session, prompt: np.ndarray, start: int) -> bool:
-        """Return whether `offer` will store a KV cache while `session` reads a prompt.
-
-        start: index of the next token of `prompt` to read. The result assumes that the session
-            reads the tokens from there on in prefill calls of the maximum size.
-        """
+        """Return whether `offer` will store states while a session reads on from `start`."""
         return self._writable and any(position > start for position in self._positions(session, prompt))
 
     def save(self, session: Session, tokens: np.ndarray) -> Future:
-        """Write the KV cache of the first tokens of `session` to disk, in another thread.
+        """Write the states after these first tokens, i32 [n], in another thread.
 
-        tokens: these tokens, i32 [n]. The future's result is the size of the file in bytes, or 0 if
-        it was not written.
+        The future's result is the size of the file in bytes, or 0 if it was not written.
         """
         rows = [rows.copy() for rows in session.rows(len(tokens))]
         self._writing = self._writer.submit(self._write, np.array(tokens, np.int32), rows)
@@ -265,8 +239,7 @@ class PrefixStore:
 def common_prefix(cached: np.ndarray, prompt: np.ndarray) -> int:
     """Return the length of the common prefix of two token sequences, i32 [n] each.
 
-    The last token of `prompt` does not count, because the model must read it to compute the next
-    logits.
+    The last token of `prompt` does not count: the model reads it to compute the next logits.
     """
     length = max(0, min(len(cached), len(prompt) - 1))
     differs = cached[:length] != prompt[:length]

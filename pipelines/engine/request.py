@@ -27,10 +27,7 @@ DEFAULT_MAX_TOKENS = 1024
 
 
 def free_positions(context: int, prompt_tokens: int) -> int:
-    """Return how many tokens can follow a prompt; below 1 if the prompt does not fit.
-
-    `context`: max tokens of prompt and answer together.
-    """
+    """Return how many tokens can follow a prompt; below 1 if the prompt does not fit."""
     # The last generated token needs no position, because the model never reads it.
     return context - prompt_tokens + 1
 
@@ -62,9 +59,7 @@ class Token:
     """A generated token.
 
     logprob: natural logarithm of its probability, before penalties, temperature and constraint.
-    top: (id, logprob) of the most probable tokens at its position.
-
-    Both are None if the request has no `top_logprobs`.
+    top: (id, logprob) of the most probable tokens. Both are None without `top_logprobs`.
     """
 
     id: int
@@ -81,11 +76,8 @@ class Tokens(Event):
 class Finished(Event):
     """The last event of a request.
 
-    reason: "stop" after a stop token, a stop string or a repetition loop, or if a constraint, such
-        as a grammar, allows no more text; "length" after max_tokens; "context" if the context is
-        full.
-    repeated: whether a repetition loop ended the request.
-    stop_string: the stop string that ended the request, if any.
+    reason: "stop" after a stop token, a stop string, a repetition loop (`repeated`) or a complete
+    constraint; "length" after max_tokens; "context" if the context is full.
     """
 
     reason: str
@@ -112,10 +104,9 @@ class Output(Protocol):
     def add(self, token: Token) -> list[Event]: ...
 
     def finish(self, end: Finished, last: Token | None) -> list[Event]:
-        """Return the last events of the request.
+        """Return the last events of the request, of which the last is `end` or a changed copy.
 
-        end: the event that comes last; the method may return a changed copy of it instead.
-        last: the stop token if an event must report it, otherwise None.
+        last: the stop token if an event must report it.
         """
         ...
 
@@ -135,10 +126,9 @@ class TokenOutput:
 
 @dataclass
 class Timing:
-    """Times in `time.monotonic` seconds, or 0 for an event that has not happened.
+    """Times in `time.monotonic` seconds; 0 for what has not happened.
 
-    `arrived`: when the request was created. `started`: when it got a slot. `first`, `last`: when
-    its first and its latest token were generated.
+    started: when the request got a slot. first, last: of its generated tokens.
     """
 
     arrived: float = field(default_factory=time.monotonic)
@@ -150,14 +140,10 @@ class Timing:
 class Request:
     """A request to generate tokens: a prompt, options, and what has been generated so far.
 
-    Attributes:
-        prompt: token ids, i32 [n].
-        tokens: generated ids, without the stop token.
-        scores: log-probabilities of the prompt's tokens from index 1 on, as far as they have been
-            computed; empty without `prompt_logprobs`.
-        finish_reason: why the request ended, such as "stop" or "length"; None before the end.
-        cached: how many tokens of the prompt came from the prefix cache.
-        transcript: what the request's receipt records of each token; None without a receipt.
+    prompt: i32 [n]. tokens: generated ids, without the stop token.
+    scores: log-probabilities of the prompt's tokens from index 1 on, as far as they are computed.
+    finish_reason: None before the end. cached: length of the reused prefix.
+    transcript: what the request's receipt records of each token; None without a receipt.
     """
 
     def __init__(
@@ -179,31 +165,21 @@ class Request:
         on_prefill: Callable[[int, int], None] | None = None,
         receipt: bool = False,
     ):
-        """Create a request; check that the prompt fits in the context.
+        """Create a request; PipelineError if the prompt is empty or longer than the context.
 
-        Args:
-            prompt: token ids.
-            context: max tokens of prompt and answer together.
-            max_tokens: max tokens of the answer; None for no limit but the context. 0 only reads
-                the prompt, so that its states are in the prefix cache.
-            sampling: sampling options, or a Sampler that continues its sequence of random numbers.
-            stop_tokens: tokens that end the answer; None for the end tokens of the model.
-            constraint: limits the next token, for example to those that a grammar allows.
-            repetition_stop: whether a repetition loop ends the request.
-            top_logprobs: number of most probable tokens to report for each token of the answer;
-                None for no log-probabilities, not even those of the answer's tokens.
-            prompt_logprobs: number of most probable tokens to store in `scores` for each token of
-                the prompt. If given, the events report the stop token.
-            output: converts tokens to events; by default a TokenOutput.
-            client: name of the client; clients get equal shares of the slots.
-            cache_salt: the prompt reuses only KV caches of requests with the same salt.
-            priority: requests with a lower number run first.
-            on_prefill: called with (tokens read, tokens of the prompt) after each prefill call.
-            receipt: whether to record what a `Receipt` needs. A random answer gets a seed.
-
-        Raises:
-            PipelineError: the prompt is empty or longer than the context, max_tokens is too low, or
-                a receipt is not supported.
+        prompt: token ids. context: max tokens of prompt and answer together.
+        max_tokens: of the answer; None for the context. 0 only reads the prompt, so that its states
+            are in the prefix cache.
+        sampling: options, or a Sampler that continues its sequence of random numbers.
+        stop_tokens: None for the end tokens of the model.
+        repetition_stop: whether a repetition loop ends the request.
+        top_logprobs: number of most probable tokens to report for each token of the answer; None
+            for no log-probabilities.
+        prompt_logprobs: the same for `scores` of the prompt; the events then report the stop token.
+        output: converts tokens to events; by default a TokenOutput.
+        client: clients get equal shares of the slots. priority: lower numbers run first.
+        cache_salt: the prompt reuses only states of requests with the same salt.
+        on_prefill: called with (tokens read, tokens of the prompt) after each prefill call.
         """
         free = free_positions(context, len(prompt))
         if not len(prompt):
@@ -257,10 +233,7 @@ class Request:
         return self.prompt_logprobs is not None and not self.chosen
 
     def receipt(self, manifest: Manifest) -> Receipt | None:
-        """Return the receipt; None before the end, or if the request asked for none.
-
-        manifest: of the bundle that generated the answer.
-        """
+        """Return the receipt; None before the end, or if the request asked for none."""
         if self.transcript is None or self.finish_reason is None:
             return None
         receipt = Receipt(
@@ -283,10 +256,7 @@ class Request:
         return replace(receipt, sha256=receipt.digest)
 
     def unread(self, position: int) -> Sequence[int]:
-        """Return the tokens of prompt and answer that the model has not read.
-
-        position: how many tokens the model has read, of the prompt followed by the answer.
-        """
+        """Return the tokens of prompt and answer from `position` on."""
         if position >= len(self.prompt):
             return self.tokens[position - len(self.prompt) :]
         return np.concatenate([self.prompt[position:], self.tokens]) if self.tokens else self.prompt[position:]
@@ -294,8 +264,7 @@ class Request:
     def advance(self, argmax: int, logits: Callable[[], np.ndarray], chosen: int | None = None) -> list[Event]:
         """Choose and append the next token; return its events, `Finished` last if the request ends.
 
-        `argmax`: the token with the largest logit. `logits`: returns the logits, f32 [vocab].
-        `chosen`: the next token, if `self.chooser` has already picked it.
+        chosen: the next token, if `self.chooser` has already picked it.
         """
         self.timing.last = time.monotonic()
         self.timing.first = self.timing.first or self.timing.last

@@ -45,20 +45,7 @@ KINDS: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling options of a generation; a value outside its range raises PipelineError.
-
-    temperature: 0 means greedy decoding.
-    top_k, top_p, min_p, repeat_penalty: as in llama.cpp. The values top_k=0, top_p=1, min_p=0 and
-        repeat_penalty=1 have no effect; top_p=0 leaves one token.
-    repeat_last_n: number of last tokens of prompt and answer to which the repeat penalty applies;
-        -1 for all, as in HF's generate.
-    seed: generations with equal seeds have equal tokens; without a seed each generation differs.
-    frequency_penalty, presence_penalty, logit_bias: as in OpenAI's API; logit_bias maps token
-        ids to numbers that are added to the logits.
-    temperature_schedule: "linear:0.2:100" or "cosine:0.2:100" changes the temperature to 0.2 over
-        the first 100 tokens; "constant:0.2:100" does not change it.
-    samplers: the order in which temperature and cuts apply; a cut that is not listed has no effect.
-    """
+    """The sampling options of a generation; a value outside its range raises PipelineError."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -111,11 +98,7 @@ class Sampling:
 
     @cached_property
     def schedule(self) -> tuple[str, float, int] | None:
-        """The parsed temperature schedule, or None.
-
-        It is (shape, last temperature, number of tokens); the shape is "constant", "linear" or
-        "cosine".
-        """
+        """The temperature schedule as (shape, last temperature, number of tokens), or None."""
         found = re.fullmatch(SCHEDULE, self.temperature_schedule or "")
         return (found[1], float(found[2]), int(found[3])) if found else None
 
@@ -166,10 +149,7 @@ class Sampling:
         return {name: getattr(self, name) for name in (*SAMPLED, *_PENALTY)}
 
     def __str__(self) -> str:
-        """Return the settings that differ from the defaults, such as "temperature 0.6, top-k 20".
-
-        A temperature of 0 is written as "greedy".
-        """
+        """Return the settings that differ from the defaults, as "temperature 0.6, top-k 20"."""
         usual = Sampling().settings
         parts = [] if self.temperature else ["greedy"]
         for name, value in self.settings.items():
@@ -180,16 +160,11 @@ class Sampling:
 
 
 def model_sampling(generation: Mapping[str, Any]) -> Sampling | None:
-    """Return the sampling options in a model's generation_config.json, or None if it has none.
+    """Return the sampling options of a generation_config.json, or None; PipelineError if invalid.
 
-    As in `generate` of HF transformers, do_sample false means greedy decoding, and the repetition
-    penalty counts all tokens. Two things differ:
-    - temperature, top_k, top_p and min_p have an effect even if do_sample is missing;
-    - a missing top_k is 0 (no limit), where HF's is 50.
-
-    `repeat_last_n` limits the tokens that the repetition penalty counts; only GGUF files have it.
-
-    generation: the content of the file. Raises PipelineError for a value outside its range.
+    As in HF's `generate`, do_sample false means greedy, and the repetition penalty counts all
+    tokens, unless `repeat_last_n` (of GGUF files) limits them. Unlike there, temperature, top_k,
+    top_p and min_p have an effect without do_sample, and a missing top_k is 0 (no limit).
     """
     stated: dict[str, Any] = {name: value for name in SAMPLED if (value := _number(generation, name)) is not None}
     samples, penalty = generation.get("do_sample"), _number(generation, "repetition_penalty")
@@ -242,15 +217,11 @@ class Sampler:
     ) -> tuple[int, bool]:
         """Choose the next token; return (token, whether it is safe from rounding errors).
 
-        The options are applied in this order: OpenAI's penalties and biases, then, as in llama.cpp,
-        the repeat penalty and `Sampling.samplers`. Of tokens with equal logits, the lowest id is
-        chosen.
+        In this order: OpenAI's penalties and biases, then, as in llama.cpp, the repeat penalty and
+        `Sampling.samplers`. Of tokens with equal logits, the lowest id is chosen.
 
-        Args:
-            logits: f32 [vocab].
-            history: the tokens of prompt and answer so far, at least those that the penalty counts.
-            counts: how often each token was generated.
-            check: whether the caller uses the second result; if false, it may be wrong.
+        logits: f32 [vocab]. history: tokens so far, as many as the penalty counts. counts: how
+        often each was generated. check: whether the caller needs the second result.
         """
         sampling = self.sampling
         if sampling.shifts_logits:
@@ -277,11 +248,9 @@ class Sampler:
 
 
 def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
-    """Draw an index with probabilities in proportion to `weight`; return (index, is certain).
+    """Draw an index with `weight` by `number` in [0, 1); return (index, is certain).
 
-    number: a random number in [0, 1), which selects the index. The index is certain if `number` is
-    at least NEAR_DRAWN away from numbers that select other indices. Then rounding of the weights
-    cannot change it.
+    It is certain if `number` is NEAR_DRAWN away from other indices, so that rounding cannot matter.
     """
     # Running sums over a complete vocabulary are slow, so a block is drawn first, then an index in
     # the block.
@@ -299,10 +268,7 @@ def _draw(weight: np.ndarray, number: float) -> tuple[int, bool]:
 
 
 def lead(logits: np.ndarray) -> float:
-    """Return (largest logit - second largest logit) / largest |logit|, for `logits` [n].
-
-    If the result is small, rounding errors could change which logit is the largest.
-    """
+    """Return (largest logit - second largest) / largest |logit|; small if rounding matters."""
     best = int(logits.argmax())
     largest, smallest = logits[best], logits.min()
     if np.isinf(smallest):
@@ -313,10 +279,6 @@ def lead(logits: np.ndarray) -> float:
 
 
 def _drawn(sums: np.ndarray, goal: float) -> int:
-    """Return the first index at which the running sums `sums` exceed `goal`.
-
-    If rounding leaves all sums too small, return the last index with a positive weight.
-    """
     return int(min(sums.searchsorted(goal, side="right"), sums.searchsorted(sums[-1])))
 
 
@@ -335,11 +297,7 @@ def _bounded(temperature: float) -> float:
 
 
 def shifted(logits: np.ndarray, sampling: Sampling, counts: Mapping[int, int]) -> np.ndarray:
-    """Return the logits, f64 [vocab], after OpenAI's penalties and biases.
-
-    A token that was generated c times (`counts`) gets logit - c * frequency_penalty - (c > 0) *
-    presence_penalty + its logit_bias.
-    """
+    """Return logits, f64 [vocab], after OpenAI's penalties and biases."""
     logits = logits.astype(np.float64)
     for token, count in counts.items():
         logits[token] -= count * sampling.frequency_penalty + sampling.presence_penalty
@@ -349,10 +307,9 @@ def shifted(logits: np.ndarray, sampling: Sampling, counts: Mapping[int, int]) -
 
 
 def penalise(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.ndarray:
-    """Return the logits, f64 [vocab], after the repeat penalty.
+    """Return logits, f64 [vocab], after the repeat penalty of the tokens in `recent`.
 
-    For tokens in `recent`, positive logits are divided by `penalty`, and other logits are
-    multiplied by it (CTRL, arXiv 1909.05858, section 4.1, as in HF and llama.cpp).
+    CTRL, arXiv 1909.05858, section 4.1, as in HF and llama.cpp.
     """
     seen = np.unique(np.asarray(recent, np.int64))
     logits = logits.copy()
@@ -361,10 +318,9 @@ def penalise(logits: np.ndarray, recent: Sequence[int], penalty: float) -> np.nd
 
 
 def candidates(logits: np.ndarray, sampling: Sampling, cuts: Sequence[str] | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids and probabilities of the tokens that remain after cuts such as "top_k".
+    """Return ids and f64 probabilities of the tokens that cuts such as "top_k" leave, best first.
 
-    logits: [vocab]. cuts: by default those before the temperature. Both results have the most
-    probable token first; probabilities are f64.
+    cuts: by default those before the temperature.
     """
     cuts = sampling.cuts[0] if cuts is None else cuts
     cuts = [name for name in cuts if name != "top_k" or sampling.top_k < len(logits)]
@@ -399,10 +355,7 @@ def candidates(logits: np.ndarray, sampling: Sampling, cuts: Sequence[str] | Non
 
 
 class Score(NamedTuple):
-    """The log-probability of a token in a text.
-
-    top: (token id, log-probability) of the most probable tokens at the same position.
-    """
+    """The log-probability of a token; `top`: (id, log-probability) of the most probable ones."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -423,19 +376,16 @@ def log_probabilities(logits: np.ndarray, token: int, count: int) -> Score:
 def score_width(widths: Sequence[int], max_width: int) -> int:
     """Return how many tokens a call should read if the logits after every token are needed.
 
-    The bundle's verify functions return the logits after every token that they read.
-
-    widths: numbers of tokens that these functions read in a call. The result is the largest of them
-    up to `max_width`, or else the smallest one. Without widths, it is 1 (a decode step).
+    It is the largest of the verify functions' `widths` up to `max_width`, or else the smallest
+    one; 1 (a decode step) without widths.
     """
     return max((width for width in widths if width <= max_width), default=min(widths, default=1))
 
 
 def logit_rows(session: Session, tokens: Sequence[int], width: int) -> Iterator[np.ndarray]:
-    """Read `tokens` in calls of `width` tokens; yield the logits after each token, f32 [vocab].
+    """Read `tokens` in calls of `width` tokens; yield the logits after each, f32 [vocab].
 
-    If the last call has fewer tokens, it is padded. If the session cannot undo the padding, decode
-    steps replace this call.
+    Decode steps replace the last call if the session cannot undo its padding.
     """
     for start in range(0, len(tokens), width):
         part = tokens[start : start + width]

@@ -1,8 +1,4 @@
-"""Continuous batching: requests start and end independently in the slots of a batch.
-
-A slot is the KV cache of one sequence. In a turn, the scheduler reads the next part of one prompt,
-and decodes one token of each other request.
-"""
+"""Continuous batching: requests start and end independently in the slots of a batch."""
 
 from __future__ import annotations
 
@@ -23,34 +19,25 @@ from castiron.vmfb.run.session import move_to
 
 
 class Observer:
-    """The base class of objects that the scheduler notifies of the progress of requests.
-
-    `Scheduler.turn` calls the methods. In this class, they do nothing.
-    """
+    """What the scheduler notifies of the progress of requests; the methods here do nothing."""
 
     def started(self, request: Request) -> None:
-        """Called when a request gets a slot for the first time, before its prompt is read.
-
-        `request.cached` is already the number of prompt tokens that come from the prefix cache.
-        """
+        """A request got its first slot; its `cached` is the length of the reused prefix."""
 
     def stepped(self) -> None:
-        """Called after each decode step, which serves all requests that generate tokens."""
+        """A decode step has run, for all requests that generate tokens."""
 
     def preempted(self, request: Request) -> None:
-        """Called when a request has lost its slot to one of higher priority, or of another client."""
+        """A request has lost its slot."""
 
     def token(self, request: Request, since: float | None) -> None:
-        """Called for each generated token.
-
-        since: seconds since the request's previous token; None for the first token.
-        """
+        """A token was generated, `since` seconds after the last one; None for the first."""
 
     def ended(self, request: Request, reason: str) -> None:
-        """Called when a request has ended; `reason`: `Finished.reason`, or "cancelled"."""
+        """A request has ended; `reason`: that of `Finished`, or "cancelled"."""
 
     def failed(self, request: Request) -> None:
-        """Called when a request has ended with an error."""
+        """A request has ended with an error."""
 
 
 # Tokens of a prompt that are read between two decode steps. More would delay other requests; fewer
@@ -74,27 +61,15 @@ class ModelFailed(PipelineError):
 
 
 class Scheduler:
-    """A scheduler for continuous batching: it runs requests in the slots of a batch.
+    """Continuous batching: requests start and end independently in the slots of a batch.
 
-    A slot is the KV cache of one sequence. A chunk is the tokens that one prefill call reads. Each
-    call of `turn` reads one chunk of one prompt, and decodes one token of each other request, so a
-    long prompt delays the others by only one chunk at a time. A turn that copies a prefix from
-    another slot, or reads it from disk, reads no chunk. Tokens that a constraint forces are read in
-    one call, like a chunk. Only one thread at a time may call `turn`.
+    Each `turn` reads one chunk of one prompt and decodes one token of each other request, so a long
+    prompt delays the others by one chunk at a time. A turn that copies a prefix or reads it from
+    disk reads no chunk. Forced tokens are read in one call, like a chunk. If reading a prompt
+    fails, only its request ends; if a decode step fails, all requests in it end. With `draft` or
+    `ngrams`, a request is speculated for while no other runs. One thread at a time may call `turn`.
 
-    If reading a prompt fails, only its request ends. If a decode step fails, all requests in this
-    step end. A preempted request loses its slot and continues later from a copy of its KV cache or,
-    if there is no memory for it, reads its tokens again.
-    With `draft` or `ngrams`, a request uses speculative decoding while no other request runs.
-
-    Args:
-        batch: a `castiron.vmfb.run.batch.Batch`; nothing else may use it.
-        observer: its methods are called when requests start, generate tokens and end.
-        store: cache on disk for the KV caches of prompt prefixes.
-        draft: draft model for speculative decoding.
-        ngrams: whether to speculate that the text repeats earlier text (prompt lookup).
-        fill_slots: whether a turn reads the prompts of all requests that have a slot or can get
-            one, in chunks of the maximum width, before it decodes.
+    fill_slots: a turn reads the prompts of all requests that can get a slot, before it decodes.
     """
 
     def __init__(
@@ -125,11 +100,11 @@ class Scheduler:
         self.requests.add(request)
 
     def cancel(self, request: Request) -> None:
-        """Cancel a request, so that it has no more events; must not be called during a turn."""
+        """Cancel a request, so that it has no more events; not during a turn."""
         self._leave(request, "cancelled")
 
     def turn(self) -> Events:
-        """Read a part of a prompt, run a decode step, and return the new (request, event) pairs."""
+        """Read a part of a prompt, run a decode step, and return the new events."""
         events: Events = []
         self._preempt()
         forced = {slot: r for slot, r in self.decoding.items() if r.constraint and len(self._unread(slot, r)) > 1}
@@ -142,8 +117,7 @@ class Scheduler:
     def fail_all(self, error: BaseException) -> Events:
         """End every request with `error`, and return the events that report this.
 
-        The error may have interrupted a turn at any point. So the prefix cache keeps only KV caches
-        that are certain to be valid.
+        The error may have come at any point of a turn, so only states that are certain stay.
         """
         events: Events = []
         for slot, session in enumerate(self.batch.slots):
@@ -163,14 +137,7 @@ class Scheduler:
         return request.unread(self.batch.slots[slot].position)
 
     def _read(self, forced: dict[int, Request], events: Events) -> bool:
-        """Let the model read the next part of one prompt, or tokens that a constraint determined.
-
-        Returns False if there was nothing to read.
-
-        forced: {slot: request} of requests with unread tokens that a constraint, such as a grammar,
-            has determined.
-        events: list to which new (request, event) pairs are appended.
-        """
+        """Read the next part of a prompt, or forced tokens; return False if there was nothing."""
         if (chosen := self.requests.next(forced)) is None:
             return False
         slot, request = chosen
@@ -302,11 +269,7 @@ class Scheduler:
             self._advance(slot, request, 0, events)
 
     def _advance(self, slot: int, request: Request, argmax: int, events: Events) -> None:
-        """Choose a request's next token, and append the tokens that a constraint then forces.
-
-        argmax: the token with the largest logit.
-        events: list to which new (request, event) pairs are appended.
-        """
+        """Choose a request's next token, and append the tokens that are then forced."""
         forced = True
         while forced:
             before = request.timing.last
@@ -331,11 +294,7 @@ class Scheduler:
             self.observer.ended(request, reason)
 
     def _fail(self, requests: list[Request], error: BaseException, events: Events, clear: bool = True) -> None:
-        """End requests with `error`.
-
-        events: list to which new (request, event) pairs are appended.
-        clear: whether to remove the KV caches of these requests from the prefix cache.
-        """
+        """End requests with `error`, and `clear` their states from the prefix cache."""
         # A constraint that no token satisfies is not a failure of the model.
         failure = error if isinstance(error, ConstraintError) else ModelFailed(error)
         for request in requests:

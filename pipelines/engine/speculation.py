@@ -38,22 +38,15 @@ PASSES = 8
 
 
 def match_kind(length: int) -> int:
-    """Return the class, 0 to 4, of an n-gram match of `length` tokens.
-
-    The classes are 2-3, 4-7, 8-15, 16-31, and 32 or more tokens. Each has its own acceptance rate,
-    because proposals after a longer match are right more often.
-    """
+    """Return the class, 0 to 4, of an n-gram match of `length` tokens."""
     return min(length, MAX_MATCH).bit_length() - 2
 
 
 @dataclass
 class SourceStats:
-    """Statistics of the proposals from one source: n-grams of the text so far, or the draft model.
+    """Counts of proposed tokens of a source, and of those that were right.
 
-    proposed: number of proposed tokens.
-    accepted: number of them that were right.
-    lost: seconds lost compared with decoding the same tokens one by one; negative if time was
-        saved.
+    lost: seconds lost compared with decode steps; negative if time was saved.
     """
 
     proposed: int = 0
@@ -63,18 +56,7 @@ class SourceStats:
 
 @dataclass
 class Pass:
-    """One call of the model in speculative decoding, with its results.
-
-    tokens: the tokens that the call reads: the text's last token, then the proposed tokens.
-    argmaxes: for each of `tokens`, the most probable token after it.
-    source: what was to make proposals, "ngram" or "draft"; None for a call without proposals.
-    before: snapshot of the session before the call; None if the call checked no proposals.
-    guesses: proposals of the draft model.
-    seconds: duration.
-    taken: number of new tokens that were chosen with the logits of this call.
-    doubtful: whether rounding errors could have changed the last chosen token, so that its logits
-        were computed again in a decode step.
-    """
+    """One call of the model in speculative decoding, with its results."""
 
     tokens: list[int]
     argmaxes: list[int]
@@ -87,26 +69,16 @@ class Pass:
 
 
 class Speculator:
-    """The speculative decoding of one request; each model call ("pass") chooses one or more tokens.
+    """The speculative decoding of one request; a pass is a call of the model with proposals.
 
-    stats: statistics of the proposals from "ngram" (the text so far) and "draft" (the draft model).
-    passes: number of passes with proposals.
-    spent: seconds of all passes.
-    draft_seconds: seconds that the draft model took in these passes.
-    prompt_seconds: seconds of the prompt's prefill, which the caller sets.
+    stats: by source, "ngram" or "draft". spent: seconds of all passes and steps. prompt_seconds:
+    seconds of the prompt's prefill, which the caller sets.
     """
 
     def __init__(
         self, session, request: Request, draft: Draft | None = None, clock: Callable[[], float] = time.perf_counter
     ):  # fmt: skip
-        """Prepare the speculative decoding of `request` in `session`.
-
-        Raises PipelineError if the bundle has no verify functions, which check several tokens in a
-        call.
-
-        draft: the draft model; None to propose only tokens from the text so far.
-        clock: returns the time in seconds.
-        """
+        """Prepare to generate; PipelineError if the bundle has no verify functions."""
         self.session, self.request, self.draft, self.clock = session, request, draft, clock
         self.widths = session.manifest.widths("verify")
         if not self.widths:
@@ -145,10 +117,7 @@ class Speculator:
         return {"passes": self.passes, "draft_share": round(self.draft_share, 4), "sources": sources}
 
     def run(self, unread: Sequence[int]) -> Iterator[list[Event]]:
-        """Call the model once, which generates one or more tokens; yield the events of each token.
-
-        unread: the tokens at the end of the text that the session has not read.
-        """
+        """Call the model once, after the `unread` tokens; yield the events of each new token."""
         for token in self.request.tokens[self._noted :]:
             self._note(token)
         found = self._read(unread[0]) if len(unread) == 1 else Pass([*unread], [self.session.prefill(unread)])
@@ -169,10 +138,7 @@ class Speculator:
             yield events
 
     def _read(self, token: int) -> Pass:
-        """Call the model with `token`, the text's last one, followed by proposed tokens.
-
-        `_plan` decides whether n-grams or the draft model make the proposals, and how many.
-        """
+        """Call the model with `token`, the text's last one, followed by proposed tokens."""
         start = self.clock()
         source, count = self._plan()
         if source == "draft":
@@ -192,14 +158,7 @@ class Speculator:
         self._until -= 1
 
     def _choose(self, found: Pass, at: int) -> tuple[int, Callable[[], np.ndarray], int]:
-        """Choose the next token after `found.tokens[at]`.
-
-        Returns (token with the largest logit, function that returns the logits, chosen token).
-        Calls that check proposals and decode steps add numbers in different orders. If that could
-        change the chosen token, a decode step computes the logits again.
-
-        found: a model call with its results. at: index in `found.tokens`.
-        """
+        """Choose the next token after `found.tokens[at]`."""
         argmax, chooser, session = found.argmaxes[at], self.request.chooser, self.session
         if argmax < 0:
             raise NanLogitsError
@@ -261,11 +220,7 @@ class Speculator:
         return "ngram" if count else None, count
 
     def _plan_ngrams(self, widest: int, left: int) -> tuple[float, int]:
-        """Return (expected tokens per second, best number of proposals) for n-gram proposals.
-
-        widest: max tokens that a model call can read. left: max tokens that the request may still
-        generate.
-        """
+        """Return (expected tokens per second, best number of proposals) for n-gram proposals."""
         length, stats = self.ngrams.length, self.stats["ngram"]
         if not length or stats.lost > MAX_LOSS * self.spent:
             return 0.0, 0
@@ -276,14 +231,7 @@ class Speculator:
         return max(options, default=(0.0, 0))
 
     def _plan_draft(self, widest: int, left: int, other: float) -> int:
-        """Return how many tokens the draft model should propose for the next model call.
-
-        Returns 0 if proposals would be slower and it is not yet time to try the draft again.
-
-        widest: max tokens that a model call can read.
-        left: max tokens that the request may still generate.
-        other: expected tokens per second of the best alternative to the draft model.
-        """
+        """Return how many tokens the draft model should propose for the next model call."""
         assert self.draft
         credit, longest = self._credit(), min(widest, left) - 1
         few = min(self.widths[0] - 1, longest)
@@ -317,23 +265,13 @@ class Speculator:
         return self.costs.of(self._width(count)) + count * self.draft.step_seconds
 
     def _rate(self, guesses: Sequence[Guess], count: int, more_seconds: float = 0.0) -> float:
-        """Return the expected tokens per second if a model call checks `count` draft proposals.
-
-        guesses: the proposals made so far. If they are fewer than `count`, the others are assumed
-            to have the draft model's average acceptance rate.
-        more_seconds: seconds that the draft model needs apart from making proposals.
-        """
+        """Return the expected tokens per second if a model call checks `count` draft proposals."""
         assert self.draft
         padded = [*guesses[:count], *[None] * (count - len(guesses))]
         return expected_tokens(map(self.draft.acceptance, padded)) / (self._cost(count) + more_seconds)
 
     def _draft_pass(self, token: int, longest: int) -> Pass:
-        """Call the model to check up to `longest` proposals of the draft model.
-
-        The draft model stops when another proposal would lower the expected tokens per second.
-
-        token: the last token of the text.
-        """
+        """Call the model to check up to `longest` proposals of the draft model."""
         assert self.draft
         draft, start, trying = self.draft, self.clock(), self._trying
 

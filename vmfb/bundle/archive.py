@@ -42,9 +42,8 @@ _MAX_DIRECTORY = 1_000_000
 class Part:
     """A file of a bundle: `size` bytes from byte `offset` on of the open file `file`.
 
-    The files of a packed bundle share one open archive. So acquire `lock` before you read `file`,
-    because reading moves its position. The part stays readable if another file replaces the file at
-    `path`.
+    The parts of an archive share one open file: acquire `lock` to move its position. A part stays
+    readable if another file replaces the one at `path`.
     """
 
     path: Path
@@ -83,10 +82,7 @@ class Part:
         return memoryview(mapped)[self.offset : self.offset + self.size]
 
     def sha256(self, write: Callable[[bytes], object] = lambda chunk: None) -> str:
-        """Return the sha256 of the part's bytes in hex.
-
-        write: called with every chunk of the bytes, in order.
-        """
+        """Return the sha256 in hex, and call `write` with every chunk of the bytes, in order."""
         digest = hashlib.sha256()
         for chunk in self._chunks():
             digest.update(chunk)
@@ -101,15 +97,11 @@ class Part:
 
 
 def changed_file(path: Part | Path) -> BundleError:
-    """Return the error for a file whose sha256 differs from the hash in the manifest."""
     return BundleError(f"sha256 differs from the manifest: {path}; compile the bundle again")
 
 
 class _Reader(io.BufferedReader):
-    """A file reader for zipfile that rejects an archive with a large central directory.
-
-    zipfile would read the complete central directory into memory.
-    """
+    """A file reader for zipfile, which would read a central directory of any size into memory."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > _MAX_DIRECTORY:
@@ -155,11 +147,10 @@ def open_archive(path: Path) -> dict[str, Part]:
 def write_archive(
     parts: Mapping[str, Part], hashes: Mapping[str, str], out: Path, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Write files into a new archive at `out`. The same files give the same bytes.
+    """Write files into a new archive at `out`; the same files give the same bytes.
 
-    parts: the files by name. hashes: expected sha256 in hex by file name. progress: called with
-    (bytes written, total bytes). Raise BundleError, and leave no file, if a sha256 differs or `out`
-    cannot be written.
+    hashes: expected sha256 by name. progress: called with (bytes written, total). Raise
+    BundleError, and leave no file, if a sha256 differs or `out` cannot be written.
     """
     if out.is_dir():
         raise BundleError(f"output is a directory: {out}; give the name of a file")

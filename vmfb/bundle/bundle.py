@@ -38,16 +38,12 @@ _MAX_MANIFEST = 16_000_000
 
 @dataclass(frozen=True)
 class Bundle:
-    """An open bundle: a compiled model with its weights, tokenizer and manifest.
+    """An open bundle: a directory, or an archive if it is `packed`.
 
-    Attributes:
-        path: the bundle's directory, or its archive if `packed` is true.
-        manifest: the contents of manifest.json.
-        parts: the open files by name, which stay readable if another bundle replaces this one. If
-            it is None, the method `part` opens a file when it is called.
-        packed: whether the bundle is one archive.
-        device: the GPU that runs the bundle, such as "vulkan:1"; None for the first GPU.
-        progress: called with (bytes uploaded, total) while weights are uploaded to a GPU.
+    parts: the open files, which stay readable if another bundle replaces this one; None to open a
+        file when it is needed.
+    device: the GPU that runs the bundle, such as "vulkan:1"; None for the first GPU.
+    progress: called with (bytes, total) while weights are uploaded to a GPU.
     """
 
     path: Path
@@ -68,22 +64,14 @@ class Bundle:
         return self.path / name
 
     def with_context(self, context: int) -> Bundle:
-        """Return a copy of this bundle with a context of `context` tokens.
-
-        Raise BundleError if `context` exceeds `max_context` of the manifest.
-        """
+        """Return a copy with another context; BundleError if it exceeds max_context."""
         if not 1 <= context <= self.manifest.max_context:
             limit = self.manifest.max_context
             raise BundleError(f"--context is {context}; {self.manifest.name} supports 1 to {limit} positions")
         return replace(self, manifest=replace(self.manifest, context=context))
 
     def on_device(self, device: str | None, progress: Callable[[int, int], None] | None = None) -> Bundle:
-        """Return a copy of this bundle that runs on `device`.
-
-        device: such as "vulkan:1"; None for the default device. progress: called with (bytes
-        uploaded, total) while weights are uploaded. Raise BundleError if the bundle is compiled for
-        another kind of device.
-        """
+        """Return a copy that runs on `device` (None: the default); BundleError if it cannot."""
         needed = self.manifest.target.driver or "cpu"
         if device is not None and device.partition(":")[0] != needed:
             raise BundleError(
@@ -114,13 +102,11 @@ class Bundle:
 
 
 def open_bundle(source: Path | str | Bundle, *, full_check: bool = False, run: bool = True) -> Bundle:
-    """Open a bundle, which is a directory or an archive; raise BundleError if it is invalid.
+    """Open a bundle; raise BundleError if it is invalid.
 
-    The first opening hashes every file, and stores each file's size, inode and change times in the
-    cache. Later openings compare only these. If `source` is a Bundle, it is returned unchanged.
+    The first opening hashes every file; later ones compare sizes, inodes and times with the cache.
 
-    full_check: whether to hash every file again. run: whether to check that this CPU and this
-    version of the runtime can run the bundle.
+    full_check: hash every file again. run: check that this CPU and runtime can run the bundle.
     """
     if isinstance(source, Bundle):
         if not full_check:
@@ -156,9 +142,9 @@ def _manifest_bytes(path: Path, parts: Mapping[str, Part]) -> bytes:
 
 
 def pack_bundle(bundle: Bundle, out: Path | str, progress: Callable[[int, int], None] | None = None) -> None:
-    """Write `bundle` as one archive to `out`; raise BundleError if that fails or a file changed.
+    """Write `bundle` as one archive; BundleError if that fails or a file changed.
 
-    progress: called with (bytes written, total bytes).
+    progress: called with (bytes written, total).
     """
     path, out = bundle.path, Path(out)
     if out.exists() and path.exists() and out.samefile(path):
@@ -268,10 +254,6 @@ def _marks(parts: Mapping[str, Part], manifest: Manifest) -> dict[str, list[int]
 
 
 def _stamp(path: Path, data: bytes) -> Path:
-    """Return the path of the cache file that records that the bundle at `path` was verified.
-
-    data: bytes of manifest.json.
-    """
     return cache_root() / "verified" / f"{hashlib.sha256(data + os.fsencode(os.path.realpath(path))).hexdigest()}.json"
 
 
@@ -318,7 +300,6 @@ class BundleWriter:
         return self.directory / name
 
     def write(self, name: str, data: bytes | str) -> None:
-        """Write the file `name`; a str is written as UTF-8."""
         with naming(self.path(name)):
             self.path(name).write_bytes(data.encode() if isinstance(data, str) else data)
 
@@ -333,10 +314,7 @@ class BundleWriter:
             bundle.part(name).sha256(file.write)
 
     def staged(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Bundle:
-        """Return the bundle in the staging folder, so that it can be run before `commit`.
-
-        hashes: sha256 in hex by file name, as far as known; other files are hashed.
-        """
+        """Return the bundle in the staging folder, so that it can be run before `commit`."""
         return Bundle(self.directory, replace(manifest, files=self._files(hashes or {})))
 
     def _files(self, known: Mapping[str, str]) -> dict[str, File]:
@@ -344,10 +322,7 @@ class BundleWriter:
         return {name: File(part.size, known.get(name) or part.sha256()) for name, part in parts.items()}
 
     def commit(self, manifest: Manifest, hashes: Mapping[str, str] | None = None) -> Bundle:
-        """Write the manifest, rename the staging folder to the target and return the bundle.
-
-        hashes: sha256 in hex by file name, as far as known; other files are hashed.
-        """
+        """Write the manifest, rename the staging folder to the target and return the bundle."""
         files = self._files(hashes or {})
         if absent := [name for name, required in FILES.items() if required and name not in files]:
             raise BundleError(f"incomplete bundle: {self.target} lacks {absent[0]}; write that file before the commit")

@@ -40,13 +40,12 @@ def write_irpa(
 ) -> str:
     """Write tensors to an .irpa file; return the file's sha256 in hex.
 
-    entries: (name, data, (shape, dtype)) of each tensor, in the order in which to write them. data:
-        an array, or a function that returns the array. The array must have this shape and the item
-        size of this dtype, but may have another dtype, such as uint16 for bf16.
-    progress: called after every tensor with (bytes of the tensors so far, bytes of all tensors).
+    entries: (name, array or function that returns it, (shape, dtype)), in the order of the file. An
+        array of another dtype needs the same item size, such as uint16 for bf16. A function is
+        called when its tensor is next, while the previous array is being written.
+    progress: called with (bytes of the tensors so far, bytes of all tensors).
 
-    A function is called when its tensor is next, while the previous array is still being written.
-    Raise WeightsError, and leave no file, for a duplicate name or an array of another shape.
+    WeightsError, and no file, for a duplicate name or an array of another shape.
     """
     plan = [(name, data, tuple(shape), np.dtype(dtype)) for name, data, (shape, dtype) in entries]
     sizes = [prod(shape) * dtype.itemsize for _, _, shape, dtype in plan]
@@ -111,11 +110,7 @@ def read_irpa(data: memoryview) -> dict[str, memoryview]:
 
 
 def _head(names: list[bytes], sizes: list[int]) -> tuple[bytes, list[int], int]:
-    """Return (bytes of the file before the data, offset of each tensor, offset of the data).
-
-    names: names of the tensors. sizes: their sizes in bytes. The offset of a tensor is in bytes
-    from the start of the data.
-    """
+    """Return (bytes before the data, offset of each tensor in the data, offset of the data)."""
     table = _HEADER.size + -_HEADER.size % 16
     text = table + len(names) * _ENTRY_SIZE
     start = text + sum(map(len, names))

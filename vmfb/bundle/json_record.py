@@ -21,7 +21,6 @@ class RecordError(Exception):
 
 
 def to_json(value: Any) -> Json:
-    """Convert dataclasses, tuples and dicts to values that `json.dumps` accepts."""
     if dataclasses.is_dataclass(value):
         return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):
@@ -32,10 +31,10 @@ def to_json(value: Any) -> Json:
 
 
 def from_json(kind: Any, value: Json, path: str = "") -> Any:
-    """Convert a JSON value to a Python type; raise RecordError for the first field that is wrong.
+    """Convert a JSON value to a Python type; raise RecordError for the first wrong field.
 
-    kind: the Python type: a dataclass, tuple[X, ...], dict[str, X], X | None, a scalar type or Any.
-    path: where `value` is in the JSON document, for error messages.
+    kind: a dataclass, tuple[X, ...], dict[str, X], X | None, a scalar type or Any.
+    path: where `value` is in the document, for the error message.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:

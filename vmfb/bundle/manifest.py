@@ -35,31 +35,24 @@ class BundleError(Exception):
 
 
 def module_name(function: Function) -> str:
-    """Return the name of the .vmfb file for functions of this width, such as `tokens_32.vmfb`.
-
-    A function's width is the number of tokens or sequences that one call takes.
-    """
+    """Return the .vmfb file with the functions of this width, such as `tokens_32.vmfb`."""
     return f"tokens_{function.width}.vmfb"
 
 
 def is_module(name: str) -> bool:
-    """Return whether a bundle's file with this name is a compiled module."""
     return name == MODEL or _MODULE.fullmatch(name) is not None
 
 
 def is_bundle_file(name: str) -> bool:
-    """Return whether a bundle may have a file called `name`."""
     return name == MANIFEST or name in FILES or is_module(name)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The ids of special tokens: `bos` starts a text, and each id in `eos` ends a generation.
+    """Special tokens: `bos` starts a text, and each of `eos` ends a generation.
 
-    fim: ids of the checkpoint's fill-in-the-middle tokens, by llama.cpp's names: pre, suf, mid,
-    pad, rep (repository) and sep (file).
-    special: texts of special tokens for the chat template, by name, such as bos_token. If it is
-    None, the template gets those of `bos` and of the first id in `eos`.
+    fim: ids of fill-in-the-middle tokens by llama.cpp's names: pre, suf, mid, pad, rep and sep.
+    special: texts for the chat template, such as bos_token; None for those of `bos` and `eos[0]`.
     """
 
     bos: int | None = None
@@ -70,10 +63,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Versions:
-    """The versions of castiron and of IREE's compiler that made the bundle.
-
-    The IREE runtime must have the same version as the compiler.
-    """
+    """The versions that made the bundle; the IREE runtime must have that of the compiler."""
 
     castiron: str
     iree: str
@@ -81,19 +71,10 @@ class Versions:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How much a bundle's logits differ from those of a reference implementation.
+    """How much logits of "fast" numerics differ from those of `against`, on `tokens` tokens.
 
-    It is measured only for bundles that are compiled with numerics "fast", which rounds
-    activations.
-
-    against: name of the reference implementation.
-    text: name of the text on which the logits are compared.
-    context: number of tokens of each chunk into which the text is split.
-    tokens: number of tokens whose logits are compared.
-    kld_mean, kld_error, kld_99, kld_maximum: mean of the Kullback-Leibler divergence, standard
-        error of this mean, 99th percentile, and maximum.
-    same_top_p: fraction of positions at which both have the same argmax.
-    same_top_p_error: standard error of `same_top_p`.
+    context: tokens of each chunk of `text`. kld_*: Kullback-Leibler divergence in nats: mean, its
+    standard error, 99th percentile, maximum. same_top_p: fraction of equal argmaxes.
     """
 
     against: str
@@ -118,19 +99,12 @@ class Accuracy:
 class EncoderConfig:
     """The properties of an embedding model or a reranker.
 
-    Attributes:
-        pooling: how the vectors of a text's tokens become one vector: mean, last or cls.
-        normalised: whether vectors have length 1.
-        single_call: whether one call must take the complete text (bidirectional attention).
-        max_tokens: longer texts are cut to this number of tokens, prompt and special tokens
-            included.
-        dense: output features of each linear layer after the pooling.
-        prompts: texts to put before an input, by name; `default_prompt` is the name of the default.
-        lower_case: whether texts are converted to lower case first.
-        relevance: a reranker's function from an output to a score: sigmoid or identity. None for an
-            embedding model.
-        types: whether the model has token types, as BERT has. If so, a token of the second text of
-            a pair is passed to the model as its id plus the vocabulary's size.
+    pooling: how the vectors of tokens become one: mean, last or cls.
+    single_call: whether one call must take the complete text (bidirectional attention).
+    max_tokens: longer texts are cut to this length, prompt and special tokens included.
+    dense: output features of each linear layer after the pooling.
+    relevance: a reranker's function from output to score, sigmoid or identity; None otherwise.
+    types: whether there are token types (BERT); a token of a pair's second text is id + vocab.
     """
 
     pooling: str
@@ -164,11 +138,7 @@ class KnownLogits:
 
 @dataclass(frozen=True)
 class KnownAnswer:
-    """Results for fixed inputs, which a GPU must reproduce before it runs the bundle.
-
-    matmuls: the expected result of `matmul_CODEC` in device.vmfb, by codec.
-    tolerance: the largest allowed difference, as a share of the largest expected value.
-    """
+    """Results for fixed inputs, which a GPU must reproduce before it runs the bundle."""
 
     matmuls: dict[str, tuple[float, ...]] = field(default_factory=dict)
     decode: KnownLogits | None = None
@@ -179,31 +149,16 @@ class KnownAnswer:
 class Manifest:
     """The contents of a bundle's `manifest.json`.
 
-    Attributes:
-        config: the checkpoint's config. generation: its generation config (sampling defaults).
-        vocab: number of tokens of the vocabulary.
-        context: max number of tokens of a sequence, unless `Bundle.with_context` sets another one.
-        max_context: largest `context` that the compiled functions support.
-        states: the KV caches and other states of one sequence, in the order of the functions'
-            operands.
-        functions: the compiled functions; each has a role, such as "prefill", and a width, which is
-            the number of tokens or sequences of a call.
-        numerics: how activations are rounded; a key of `emitter.abi.NUMERICS`, such as "exact".
-        lowering: how operations are compiled, such as "kernels" (castiron's own CPU kernels).
-        weights: the format of weights that the user chose, such as "q4_0"; "native" is the
-            checkpoint's.
-        codecs: number of weight tensors in each codec (storage format of weights).
-        source: the checkpoint that the bundle is compiled from.
-        compile: how the bundle was compiled, and the FLOP and bytes of each kernel.
-        accuracy, speed: measurements, if they were made.
-        tokens: ids of special tokens.
-        files: size and hash of each file by name; BundleWriter sets it.
-        hidden: length of the vectors that functions return; 0 if they return no vectors.
-        encoder: properties of an embedding model or a reranker; None for a model that generates
-            text.
-        tool_format: how the model writes tool calls: the fields of `text.tool_formats.ToolFormat`.
-        known_answer: results that a GPU must reproduce before it runs the model; None for a CPU.
-        schema: version of the manifest's format.
+    vocab, context, max_context: in tokens; the functions support contexts up to `max_context`.
+    states: those of one sequence, in the order of the functions' operands.
+    weights: the format that the user chose, such as "q4_0"; "native" is the checkpoint's.
+    codecs: number of weight tensors by codec.
+    compile: how the bundle was compiled, and the FLOP and bytes of each kernel.
+    files: size and hash of each file; BundleWriter sets it.
+    hidden: length of the vectors that functions return; 0 if they return none.
+    encoder: None for a model that generates text.
+    tool_format: the fields of `text.tool_formats.ToolFormat`.
+    known_answer: None for a CPU.
     """
 
     name: str
@@ -239,10 +194,7 @@ class Manifest:
 
     @property
     def sha256(self) -> str:
-        """Return the hash of manifest.json with `context` set to `max_context`.
-
-        It covers every file of the bundle, and `Bundle.with_context` does not change it.
-        """
+        """Return the hash of manifest.json with `context` set to `max_context`."""
         return hashlib.sha256(dump(replace(self, context=self.max_context))).hexdigest()
 
     @property
@@ -251,17 +203,11 @@ class Manifest:
         return self.numerics in SAME_BITS and not self.target.driver and "custom_module" not in self.compile
 
     def widths(self, role: str) -> tuple[int, ...]:
-        """Return the widths of the functions with a role such as "prefill", in ascending order.
-
-        A width is the number of tokens or sequences of a call.
-        """
+        """Return the widths of the functions with a role such as "prefill", in ascending order."""
         return tuple(sorted(function.width for function in self.functions if function.role == role))
 
     def function(self, role: str, width: int = 1) -> Function:
-        """Return the function with a role, such as "prefill", and a width; KeyError if absent.
-
-        width: the number of tokens or sequences of a call.
-        """
+        """Return the function with a role, such as "prefill", and a width; KeyError if absent."""
         return {(f.role, f.width): f for f in self.functions}[role, width]
 
     @property
@@ -270,7 +216,6 @@ class Manifest:
         return tuple(sorted(name for name in self.files if is_module(name)))
 
     def module_of(self, function: Function) -> str:
-        """Return the name of the .vmfb file in the bundle that contains `function`."""
         name = module_name(function)
         return name if name in self.files else MODEL
 
@@ -283,13 +228,7 @@ class Manifest:
 class KernelWork:
     """The work of one kernel in a call of a compiled function.
 
-    calls: how often a call of the function runs the kernel.
-    flops, bytes: FLOP and bytes of memory traffic of one run of the kernel. Each is (value at
-        position 0, increase per position, maximum).
-    weights: bytes of weights that one run reads.
-    paths: the model's layers that the kernel computes, such as `model.layers.*.mlp`.
-    tokens: for a matmul, the number of tokens that one run multiplies by the weights; None for
-        other kernels.
+    flops, bytes: at position 0, and the increase per position.
     """
 
     calls: int
@@ -302,10 +241,7 @@ class KernelWork:
 
 @dataclass(frozen=True)
 class Hub:
-    """The repository on the Hugging Face hub that a checkpoint came from.
-
-    revision: the commit. file: path of the GGUF file; None for an HF directory.
-    """
+    """The repository on the Hugging Face hub that a checkpoint came from."""
 
     repository: str
     revision: str
@@ -329,12 +265,7 @@ class Adapter(Input):
 
 @dataclass(frozen=True)
 class CustomModule:
-    """A compiled module with which the user replaced all compiled modules of a bundle.
-
-    module: path of the user's file.
-    sha256: hash of that file in hex.
-    runtime: version of the IREE runtime that loaded the file when it was added.
-    """
+    """A compiled module with which the user replaced all compiled modules of a bundle."""
 
     module: str
     sha256: str

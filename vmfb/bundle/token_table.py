@@ -26,15 +26,11 @@ RUN = 3
 
 
 class TokenTable:
-    """The tokens of a bundle's tokenizer.table by id, and the merges.
+    """The tokens of a tokenizer.table by id, and the merges; BundleError if its arrays contradict.
 
-    Args:
-        part: the open file; raise BundleError if its arrays contradict each other.
-
-    Attributes:
-        symbols: ids i32 [s] of the tokens that BPE may use without a merge: single characters, byte
-            tokens such as <0xE4>, the unknown token, and tokens that merges cannot make.
-        rest: the tokenizer.json of the added tokens and of all steps but the model.
+    symbols: ids i32 [s] of tokens that BPE may use without a merge: single characters, byte tokens
+        such as <0xE4>, the unknown token, and tokens that merges cannot make.
+    rest: the tokenizer.json of the added tokens and of all steps but the model.
     """
 
     def __init__(self, part: Part):
@@ -76,11 +72,10 @@ class TokenTable:
         return str(self._bytes[self._offsets[token] : self._offsets[token + 1]], "utf-8")
 
     def select(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the tokens that may be in `text`, and the merges that make them.
+        """Return the tokens that may be in `text`, and the merges (left id, right id) that make them.
 
-        They are the tokens whose runs of 3 bytes are all in `text`, so more than its substrings;
-        checking runs is faster than looking up substrings. A merge is (id of the left token, id of
-        the right token); their order is that of the tokenizer.
+        They are those whose runs of 3 bytes are all in `text`: more than its substrings, but
+        faster to find.
         """
         seen = np.zeros(1 << 8 * RUN, bool)
         seen[_runs(np.frombuffer(text.encode(), np.uint8))] = True
@@ -97,15 +92,14 @@ def damaged_table(part: Part) -> BundleError:
 
 
 def _runs(text: np.ndarray) -> np.ndarray:
-    """Return the runs of 3 bytes in `text`, u8 [n], as integers u32 [n - 2]."""
     first, second, third = (text[at : max(len(text) - RUN + 1 + at, 0)].astype(np.uint32) for at in range(RUN))
     return first << 16 | second << 8 | third
 
 
 def table_of(tokenizer: Mapping[str, Any]) -> bytes | None:
-    """Return the tokenizer.table of a valid tokenizer.json; None for kinds that it cannot represent.
+    """Return the tokenizer.table of a valid tokenizer.json; None if it cannot represent this kind.
 
-    These are models other than BPE, BPE with affixes or dropout, and ids with gaps.
+    That is: models other than BPE, BPE with affixes or dropout, and ids with gaps.
     """
     model, added = tokenizer["model"], dict[str, int]()
     vocab: dict[str, int] = model["vocab"] if model.get("type") == "BPE" else {}

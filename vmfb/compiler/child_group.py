@@ -16,12 +16,9 @@ _GUARD = ("/bin/sh", "-c", "read end; kill -9 0")
 def own_group() -> Iterator[int | None]:
     """Yield the id of a process group that is killed when the `with` block or this process ends.
 
-    Start children in the group with `Popen(process_group=...)`. The id is None on systems without
-    /bin/sh.
-
-    A guard process, /bin/sh, kills the group when its pipe to this process is closed. Linux's
-    PR_SET_PDEATHSIG is not used: it needs Python code in the forked child (`preexec_fn`), which is
-    not safe if this process has several threads.
+    Pass it as `Popen(process_group=...)`. It is None on systems without /bin/sh, whose process
+    kills the group when its pipe to this process is closed. Linux's PR_SET_PDEATHSIG needs Python
+    code in the forked child, which is not safe if this process has several threads.
     """
     try:
         guard = subprocess.Popen(

@@ -44,12 +44,9 @@ class CompileError(Exception):
 
 @dataclass(frozen=True)
 class CompileResult:
-    """The result of `compile_modules`.
+    """The result of a compilation.
 
-    seconds: time of iree-compile, summed over the modules. A module from the cache counts with the
-        time of its original compilation.
-    cached: whether all modules came from the cache.
-    flags: the flags that were passed to iree-compile.
+    seconds: time of iree-compile, summed over the modules, also if they came from the cache.
     """
 
     seconds: float
@@ -87,13 +84,7 @@ def compiler_path() -> Path:
 def compile_mlir(
     text: str, target: Target, out: Path, *, extra_flags: Sequence[str] = (), cache_dir: Path | None = None
 ) -> CompileResult:
-    """Compile one MLIR text for `target` into the vmfb file `out`, or copy the vmfb from the cache.
-
-    extra_flags: flags for iree-compile, in addition to those of `target`.
-    cache_dir: by default the folder `compile` in castiron's cache.
-
-    The folder of `out` also gets `compile.log`. Raise CompileError if the compilation fails.
-    """
+    """Compile one MLIR text into the vmfb file `out`, as `compile_modules` does."""
     out = Path(out)
     return compile_modules({out.name: text}, target, out.parent, extra_flags=extra_flags, cache_dir=cache_dir)
 
@@ -102,17 +93,15 @@ def compile_modules(
     texts: Mapping[str, str], target: Target, folder: Path, *, extra_flags: Sequence[str] = (), cache_dir: Path | None = None,
     cancelled: threading.Event | None = None,
 ) -> CompileResult:  # fmt: skip
-    """Compile MLIR texts for `target` into vmfb files in `folder`, or copy them from the cache.
+    """Compile MLIR texts into vmfb files in `folder`, which also gets `compile.log`.
 
     texts: MLIR text by the name of the output file.
-    extra_flags: flags for iree-compile, in addition to those of `target`.
     cache_dir: by default the folder `compile` in castiron's cache.
     cancelled: another thread sets this event to stop the compilation.
 
-    `folder` also gets `compile.log`. Raise CompileError if a compilation fails or is stopped.
-
-    One process per CPU core runs at a time, because iree-compile itself hardly runs in parallel.
-    The key of a cached vmfb is a hash of the text, flags, compiler version and target.
+    CompileError if a compilation fails or is stopped. One process per core runs at a time, because
+    iree-compile itself hardly runs in parallel. A cached vmfb is found by a hash of the text,
+    flags, compiler version and target.
     """
     cancelled = cancelled or threading.Event()
     flags = compile_flags(target, extra_flags)
@@ -146,19 +135,11 @@ def compile_modules(
 
 
 def compile_flags(target: Target, extra_flags: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return all flags for iree-compile: those of `target`, then `extra_flags`.
-
-    If two flags contradict each other, iree-compile uses the later one.
-    """
+    """Return all flags for iree-compile: those of `target`, then `extra_flags`."""
     return (*target.flags, *QUIET_FLAGS, *extra_flags)
 
 
 def _known(store: Path, key: str) -> tuple[dict, bytes] | None:
-    """Return a compiled module from the cache, as (metadata, bytes of the vmfb).
-
-    Return None if it is absent or damaged. store: folder of the cache. key: hash of the MLIR text,
-    flags, compiler version and target.
-    """
     with contextlib.suppress(OSError, ValueError):
         record, data = json.loads((store / f"{key}.json").read_bytes()), (store / f"{key}.vmfb").read_bytes()
         usable = isinstance(record, dict) and isinstance(record.get("log"), str) and "seconds" in record
@@ -245,11 +226,6 @@ def _failure(status: int, output: str, log: str, source: Path, folder: Path) -> 
 
 
 def _prune(store: Path) -> None:
-    """Delete the oldest files of the compiler's cache, which is in the folder `store`.
-
-    At most `MAX_CACHE_BYTES` of compiled modules and the logs of `MAX_FAILURES` failed compilations
-    stay.
-    """
     with contextlib.suppress(OSError):
         total = 0
         # The folder may have other files too.

@@ -22,18 +22,11 @@ MODULE_KEYS = ("key", "flags", "text_sha256", "seconds", "iree_compile_seconds",
 
 
 def replace_module(bundle: Bundle, module: Path, out: Path) -> Bundle:
-    """Write a copy of `bundle` in which `module` replaces all compiled modules.
+    """Write a copy of `bundle` to `out`, with the user's .vmfb file instead of its modules.
 
-    module: a .vmfb file that the user compiled.
-    out: directory of the copy, which may be the directory of `bundle`.
-
-    The manifest records the new module in `compile.custom_module`; measurements of the old modules
-    are dropped. The bundle's other files are linked or copied. Raise BundleError in these cases:
-
-    - This runtime cannot read the module.
-    - A function is missing in the module, or has other types than the manifest lists.
-    - The module needs a parameter that the weights file does not have. This is checked only if this
-      machine can run the bundle.
+    The manifest records it in `compile.custom_module`; measurements of the old modules are dropped.
+    BundleError if the runtime cannot read the module, a function is missing or has other types, or
+    (on a machine that can run the bundle) a parameter is not in the weights file.
     """
     _check_module(module, bundle.manifest)
     old = bundle.manifest

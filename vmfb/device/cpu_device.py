@@ -30,10 +30,10 @@ _devices: dict[int | str, rt.HalDevice] = {}
 
 
 def lower_priority() -> None:
-    """Lower the calling thread's priority below that of a device's workers (Linux: SCHED_BATCH).
+    """Lower the calling thread's priority below that of workers (Linux: SCHED_BATCH).
 
-    Otherwise, if the calling thread wakes up while workers run, it takes a worker's core for
-    several milliseconds, until the scheduler's next tick.
+    Otherwise, when it wakes up while workers run, it takes a worker's core until the scheduler's
+    next tick, for several milliseconds.
     """
     if not getattr(_this_thread, "is_lowered", False):
         _this_thread.is_lowered = True
@@ -55,9 +55,9 @@ def device(threads: int) -> rt.HalDevice:
 
 
 def shared_device(key: int | str, create: Callable[[], rt.HalDevice]) -> rt.HalDevice:
-    """Return the device that this process stores under `key`; the first call creates the device.
+    """Return the device that this process stores under `key`; the first call creates it.
 
-    key: the number of threads of a CPU device, or the id of a GPU, such as "vulkan:0".
+    key: number of threads of a CPU device, or the id of a GPU, such as "vulkan:0".
     """
     with _lock:
         if key not in _devices:
@@ -80,10 +80,10 @@ atexit.register(_vm_instance.cache_clear)
 
 
 def vm_instance() -> rt.VmInstance:
-    """Return the only VmInstance of this process; the first call creates it.
+    """Return the only VmInstance of this process.
 
-    A process must not create a second one: that writes to global variables of the runtime, so a
-    call that is running in another thread may fail or crash.
+    Creating a second one writes to global variables of the runtime, so that a call of another
+    thread may crash.
     """
     with _lock:
         return _vm_instance()
@@ -96,11 +96,7 @@ def release_devices() -> None:
 
 
 def _forked() -> None:
-    """Forget the devices in a forked child, without freeing them.
-
-    Freeing a device waits for its threads, which do not exist in the child, so it would never
-    return.
-    """
+    """Forget devices in a forked child. Freeing one would wait for threads that do not exist."""
     global _lock
     _lock = threading.Lock()
     for inherited in _devices.values():
@@ -129,11 +125,7 @@ def _create(threads: int) -> rt.HalDevice:
 
 
 def _pinned_cpus(threads: int) -> list[int]:
-    """Return the CPU to which each of `threads` workers is pinned; an empty list pins no worker.
-
-    Workers are pinned only if their number is the number of CPUs that this process may use. Without
-    pinning, Linux sometimes runs two workers on one CPU.
-    """
+    """Return a CPU per worker if there are as many; Linux sometimes runs two workers on one."""
     cpus = _cpus()
     return cpus if threads == len(cpus) else []
 
@@ -154,11 +146,7 @@ def _workers() -> set[int]:
 
 
 def _started_workers(before: set[int], threads: int) -> list[int]:
-    """Wait until IREE has started `threads` new workers; return the thread ids of the new workers.
-
-    The wait ends after `START_SECONDS`, even if fewer have started. before: thread ids of the
-    workers that existed earlier.
-    """
+    """Wait up to `START_SECONDS` for `threads` new workers; return their thread ids."""
     until = time.monotonic() + START_SECONDS
     while len(new := sorted(_workers() - before)) < threads and time.monotonic() < until and _cpus():
         time.sleep(0.0005)

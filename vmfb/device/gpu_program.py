@@ -37,9 +37,8 @@ class DeviceProgram(Program):
     def __init__(self, bundle: Bundle, slots: int = 1):
         """Open the device, and upload the weights.
 
-        slots: the number of sequences that will run at once; the memory must have space for the
-        weights and for the states of all these sequences. Raise DeviceError if the device does not
-        exist or has too little memory.
+        slots: number of sequences whose states must fit in the memory. DeviceError if the device is
+        absent or lacks memory.
         """
         self._bundle, manifest = bundle, bundle.manifest
         self.info = find_device(manifest.target.driver, bundle.device)
@@ -93,17 +92,9 @@ class HostBuffer(Buffer):
 
 
 class DeviceBuffer(Buffer):
-    """Device memory for a state, such as a KV cache.
-
-    array: the memory as a `DeviceArray`, which has the operations of a NumPy array that states
-    need.
-    """
+    """Device memory for a state; `array` is a `DeviceArray` instead of a NumPy array."""
 
     def __init__(self, program: DeviceProgram, shape: tuple[int, ...], dtype: str, array: DeviceArray | None = None):
-        """Allocate zeros, or use the memory of `array`, which is a part of another buffer.
-
-        dtype: a key of `ELEMENTS`, such as "f32".
-        """
         numpy_dtype, element = ELEMENTS[dtype]
         self._owner, self._dtype, nbytes = program, dtype, prod(shape) * numpy_dtype.itemsize
         if array is None:
@@ -129,20 +120,17 @@ class DeviceMemory:
 
 
 class DeviceArray:
-    """An array in device memory, with the few operations of NumPy arrays that KV caches need.
+    """An array in device memory, with the few operations of NumPy arrays that states need.
 
-    - `array[a:b]` and `array[a:b, :c]` return a part of the array, which shares the memory. Other
-      indices are not supported.
-    - Assigning a NumPy array to a part uploads it; assigning a `DeviceArray` copies on the device.
-    - `copy` and `numpy.asarray` download the data.
+    `array[a:b]` and `array[a:b, :c]` share the memory. A NumPy array that is assigned to a part is
+    uploaded, a `DeviceArray` is copied on the device. `copy` and `numpy.asarray` download.
     """
 
     def __init__(self, memory: DeviceMemory, offset: int, stride: int, shape: tuple[int, ...], dtype: np.dtype):
         """Create an array in existing memory.
 
-        offset: bytes of the memory before the first element.
-        stride: bytes from one index of dimension 0 to the next. Within such an index, elements are
-            contiguous.
+        offset: bytes before the first element. stride: bytes from one index of dimension 0 to the
+        next; within an index, elements are contiguous.
         """
         self.memory, self.offset, self._stride, self.shape, self.dtype = memory, offset, stride, shape, dtype
         self.size = prod(shape)
@@ -211,10 +199,9 @@ class DeviceCall(Call):
 
 
 def check_device(program: DeviceProgram) -> None:
-    """Raise DeviceError if the GPU's results differ from the expected results in the manifest.
+    """Raise DeviceError if the GPU's results differ from the known answer in the manifest.
 
-    The cache records each combination of bundle, GPU and driver version that has passed. The check
-    is not repeated for these.
+    The cache records which bundle has passed on which GPU and driver.
     """
     info, manifest = program.info, program.manifest
     answer = manifest.known_answer
@@ -234,11 +221,7 @@ def check_device(program: DeviceProgram) -> None:
 
 
 def find_difference(program: DeviceProgram, answer: KnownAnswer) -> str | None:
-    """Return a description of the first result of the GPU that is wrong, or None if all are right.
-
-    program: the bundle on the GPU.
-    answer: fixed inputs, the expected results, and the tolerance.
-    """
+    """Describe the first wrong result of the GPU; None if all are right."""
     for codec, expected in answer.matmuls.items():
         if found := _difference(program.transfer.run(f"matmul_{codec}"), expected, answer.tolerance):
             return f"a matmul with {codec} weights {found}"

@@ -35,11 +35,7 @@ class DeviceError(Exception):
 class DeviceInfo:
     """A GPU as its driver describes it.
 
-    id: driver and device number, such as "vulkan:0".
-    driver: name of the IREE runtime's driver, such as "vulkan".
-    name: name of the GPU.
-    memory: bytes of device memory; None if the driver does not report it.
-    version: versions of the driver and its API.
+    id: driver and number, such as "vulkan:0". memory: bytes; None if the driver does not report it.
     features: names of the GPU's features and, if known, of its architecture.
     """
 
@@ -62,12 +58,9 @@ def devices_of(driver: str) -> tuple[DeviceInfo, ...]:
 
 
 def find_device(driver: str, chosen: str | None = None) -> DeviceInfo:
-    """Return the GPU that the user chose, or the driver's first GPU.
+    """Return the GPU `chosen`, such as "cuda:1" or "cuda", or else the driver's first GPU.
 
-    driver: the driver that a bundle needs, such as "cuda".
-    chosen: the user's choice, such as "cuda:1"; without a number, the first GPU.
-
-    Raise DeviceError if there is no such GPU.
+    DeviceError if there is no such GPU.
     """
     number = (chosen or driver).partition(":")[2]
     found = {device.id: device for device in devices_of(driver)}
@@ -79,10 +72,7 @@ def find_device(driver: str, chosen: str | None = None) -> DeviceInfo:
 
 
 def open_device(info: DeviceInfo) -> rt.HalDevice:
-    """Open a GPU and return it as an IREE device; later calls return the same device.
-
-    Raise DeviceError if the driver cannot open the GPU.
-    """
+    """Return a GPU as an IREE device, always the same; DeviceError if the driver cannot."""
 
     def create() -> rt.HalDevice:
         driver = create_hal_driver(info.driver)
@@ -94,10 +84,7 @@ def open_device(info: DeviceInfo) -> rt.HalDevice:
 
 @contextmanager
 def device_errors(failure: str, remedy: str) -> Iterator[None]:
-    """Turn an exception of the IREE runtime in the `with` body into a DeviceError.
-
-    failure: what failed. remedy: what the user can do. Both are parts of the error message.
-    """
+    """Turn an exception of the runtime into a DeviceError: `failure` (reason); `remedy`."""
     try:
         yield
     except RUNTIME_ERRORS as error:

@@ -11,12 +11,10 @@ from castiron.vmfb.device.program import Program
 def open_program(source: Bundle | Path | str, threads: int | None = None, slots: int = 1) -> Program:
     """Load a bundle on this machine's CPU or GPU.
 
-    source: the bundle or its path.
-    threads: number of CPU threads; the default is the number of physical cores.
-    slots: number of sequences that will run at once; used only to check the memory of a GPU.
+    threads: of the CPU; None for one per physical core.
+    slots: number of sequences that will run at once, to check the memory of a GPU.
 
-    Raise DeviceError if there is no GPU for the bundle, or if the GPU has too little memory or
-    computes wrong results.
+    DeviceError if there is no GPU for the bundle, or if it lacks memory or computes wrong results.
     """
     bundle = open_bundle(source)
     if bundle.manifest.target.driver:

@@ -24,13 +24,10 @@ WARM_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The time of one dispatch (a unit of work that IREE runs) in a call of a function.
+    """A unit of work that IREE runs, in a call of a function.
 
-    name: `{kernel}_fn` for a kernel of castiron; `{function}_dispatch_{n}_…` if IREE generated the
-        code.
-    calls: how often one call of the function runs the dispatch.
-    seconds: total time of these runs.
-    workgroups: number of workgroups of each run.
+    name: `{kernel}_fn` for a kernel of castiron; `{function}_dispatch_{n}_…` for IREE's own code.
+    calls: runs in one call of the function. seconds: of all of them. workgroups: of each.
     """
 
     name: str
@@ -41,11 +38,9 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Profile:
-    """The time of a call of `function` at `position`, and the times of the call's dispatches.
+    """The seconds of a call of `function`, and its dispatches, longest first.
 
-    position: number of tokens in the KV cache before the call.
-    seconds: time of the call.
-    dispatches: the longest first. A dispatch is a unit of work that IREE runs.
+    position: number of tokens in the states before the call.
     """
 
     function: str
@@ -56,13 +51,10 @@ class Profile:
 
 
 def profile(bundle: Bundle, function: Function, *, position: int = 0, threads: int | None = None, repeats: int = 20) -> Profile:
-    """Measure the average time of a call of a function, and of each of its dispatches.
+    """Measure a call of a function and its dispatches, on average over `repeats` calls.
 
-    position: number of tokens in the KV cache before the call, for every sequence of a batch.
-    threads: number of CPU threads; the default is the number of physical cores.
-    repeats: number of measured calls.
-
-    A dispatch is a unit of work that IREE runs. All states are zeros, which does not change times.
+    position: number of tokens in the states, for every sequence of a batch. All states are zeros,
+    which does not change times. threads: None for one per physical core.
     """
     files = bundle.file(bundle.manifest.module_of(function)), bundle.file(WEIGHTS)
     options = *files, bundle.manifest, function, position, threads or physical_cores(), repeats
@@ -86,12 +78,9 @@ def median_of(rounds: Sequence[Profile]) -> Profile:
 def dispatches(
     model: Path, weights: Path, manifest: Manifest, function: Function, position: int, threads: int, repeats: int
 ) -> tuple[Dispatch, ...]:
-    """Measure the dispatches (IREE's units of work) of a call of a function; longest first.
+    """Measure the dispatches of a call, longest first, with arguments as of `profile`.
 
-    model: the .vmfb file with the function. weights: the .irpa file. They need not be in a bundle.
-    manifest: describes the function and the states.
-    position: number of tokens in the KV cache before the call.
-    repeats: number of calls, of which the average time is returned.
+    model: the .vmfb file. weights: the .irpa file. They need not be in a bundle.
     """
     command = _command(model, weights, manifest, function, position, threads, repeats)
     with TemporaryDirectory(prefix="castiron-") as directory:

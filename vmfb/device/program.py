@@ -62,7 +62,7 @@ EXHAUSTED = ("RESOURCE_EXHAUSTED", "thread creation failed")
 
 
 class SessionError(Exception):
-    """Raised if a call of a session has invalid arguments, or if the IREE runtime fails in it.
+    """Raised for invalid arguments, or if the IREE runtime fails.
 
     Invalid arguments are rejected before any work, so the session can still be used.
     """
@@ -74,10 +74,7 @@ class NanLogitsError(SessionError):
 
 
 class Loaded:
-    """Compiled modules and the weights that they share, loaded on a device.
-
-    threads: number of CPU threads of the device.
-    """
+    """Compiled modules and the weights that they share, loaded on a device."""
 
     vocab = 0
 
@@ -88,13 +85,11 @@ class Loaded:
         threads: int,
         check: Callable[[str, rt.VmModule], None] = lambda name, module: None,
     ):
-        """Load weights and modules into the IREE runtime.
+        """Load weights and modules; one of `RUNTIME_ERRORS` if the runtime rejects a file.
 
         weights: the bytes of a weights file, which are not copied.
         modules: the bytes of compiled modules by file name.
-        check: called with (file name, module) for each module, before any code of the module runs.
-
-        Raise one of `RUNTIME_ERRORS` if the runtime rejects a file.
+        check: called with (file name, module) before any code of the module runs.
         """
         self.threads, self.device = threads, self._open(threads)
         # The runtime has no reference to the memory, so this attribute keeps it alive.
@@ -116,10 +111,7 @@ class Loaded:
         return device(threads)
 
     def _parameters(self, weights: Any) -> Callable[[], rt.VmModule]:
-        """Return a function that creates an IREE module, from which compiled modules read weights.
-
-        Each VmContext needs such a module of its own. weights: the bytes of a weights file.
-        """
+        """Return a function that creates the IREE module of weights that each VmContext needs."""
         parameters = rt.ParameterIndex()
         parameters.load_from_file_handle(rt.FileHandle.wrap_memory(_immortal_view(weights)), "irpa")
         return lambda: rt.create_io_parameters_module(vm_instance(), parameters.create_provider(scope=SCOPE))
@@ -140,19 +132,15 @@ class Loaded:
         return self.zeros(shape, dtype)
 
     def call(self, entry: Function, operands: Sequence[Buffer]) -> Call:
-        """Return a `Call`, which can be invoked many times with these operands.
-
-        entry: a function that the manifest lists.
-        """
+        """Return a call of a function of the manifest, to invoke many times with these operands."""
         return Call(self, entry, operands)
 
 
 def _immortal_view(memory: Any) -> ctypes.Array:
-    """Return an array object over the bytes of `memory`; Python never frees this object.
+    """Return an array object over the bytes of `memory` that Python never frees.
 
-    The runtime drops its references to the array without the GIL, in worker threads, even after a
-    call has returned. If Python could free the array, this would corrupt Python's memory. The array
-    has no reference to `memory`, so the caller must keep `memory` alive.
+    The runtime drops its references to it without the GIL, in worker threads, even after a call has
+    returned. It has no reference to `memory`, so the caller must keep `memory` alive.
     """
     data = np.frombuffer(memory, np.uint8)
     view = (ctypes.c_char * data.size).from_address(data.ctypes.data)
@@ -161,20 +149,13 @@ def _immortal_view(memory: Any) -> ctypes.Array:
 
 
 class Program(Loaded):
-    """A bundle loaded on a device.
-
-    Only one thread at a time may call its functions. The decorator `exclusive` ensures this for a
-    method.
-    """
+    """A bundle loaded on a device; one thread at a time may call it (see `exclusive`)."""
 
     def __init__(self, source: Bundle | Path | str, threads: int | None = None):
         """Load a bundle that is compiled for a CPU.
 
-        source: the bundle or its path.
-        threads: number of CPU threads; the default is the number of physical cores.
-
-        Raise SessionError if `threads` is below 1, and BundleError if the runtime rejects the
-        bundle.
+        threads: None for one per physical core. SessionError if it is below 1; BundleError if the
+        runtime rejects the bundle.
         """
         if threads is not None and not (isinstance(threads, Integral) and threads <= MAX_THREADS):
             raise SessionError(f"threads is {short(repr(threads))}; it must be an integer of at most {MAX_THREADS}")
@@ -204,10 +185,9 @@ class Program(Loaded):
 
 
 def check_functions(path: Path, module: rt.VmModule, manifest: Manifest, functions: Iterable[Function], remedy: str) -> None:
-    """Raise BundleError unless `module` exports `functions` with the types that the manifest lists.
+    """Raise BundleError unless `module` exports `functions` with the types of the manifest.
 
-    path: the module's file, for the error message.
-    remedy: what the user can do, for the error message.
+    path, remedy: the module's file, and what the user can do, for the error message.
     """
     exported = set(module.function_names)
     for function in functions:
@@ -238,7 +218,6 @@ def _checked(path: Path, module: bytes) -> bytes:
 
 
 def runtime_reason(error: Exception) -> str:
-    """Return the runtime's message, shortened to one line."""
     text = " ".join(str(error).split())[:160]
     return "".join(c for c in text if c.isprintable())
 
@@ -247,11 +226,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def exclusive(method: Method) -> Method:
-    """Decorate a method so that only one thread at a time can use `self.program`.
-
-    If another thread is using `self.program`, the decorated method raises SessionError without
-    waiting.
-    """
+    """Make a method raise SessionError while another thread uses `self.program`."""
 
     @wraps(method)
     def guarded(self: Any, *args: Any, **options: Any) -> Any:
@@ -269,18 +244,15 @@ def exclusive(method: Method) -> Method:
 
 
 class Buffer:
-    """Memory that Python and the runtime share, with elements i8, i32, f32, f16 or bf16.
+    """Memory that Python and the runtime share.
 
-    array: the memory as a NumPy array. view: the memory as a HalBufferView of the runtime.
+    array: as a NumPy array. view: as a HalBufferView of the runtime.
     """
 
     array: Any
 
     def __init__(self, program: Loaded, shape: tuple[int, ...], dtype: str, memory: np.ndarray | None = None):
-        """Allocate zeros, or use `memory`, which is a flat slice of another buffer.
-
-        dtype: a key of `ELEMENTS`, such as "f32".
-        """
+        """Allocate zeros of a dtype in `ELEMENTS`, or use a flat slice of another buffer."""
         _, element = ELEMENTS[dtype]
         # Stored in an attribute, because the view does not own the memory.
         self._flat = new_zeros(prod(shape), dtype) if memory is None else memory
@@ -307,7 +279,6 @@ class Buffer:
 def new_zeros(count: int, dtype: str, large_pages: bool = False) -> np.ndarray:
     """Return an array of `count` zeros, whose pages use memory only once they are written.
 
-    dtype: a key of `ELEMENTS`, such as "f32".
     large_pages: whether Linux may use pages of 2 MB, which kernels read faster.
     """
     numpy_dtype, _ = ELEMENTS[dtype]
@@ -349,18 +320,12 @@ class Call:
             ) from None
 
     def _result(self, index: int, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """Return one result of the last `invoke`, without a copy.
-
-        index: which result, from 0. shape: shape of the result; pass it if known, for speed.
-        """
+        """Return a result without a copy; a known `shape` saves time."""
         view = self._results.get_as_object(index, rt.HalBufferView)
         return view.map().asarray(tuple(view.shape) if shape is None else shape, dtype)
 
     def argmax(self) -> int:
-        """Return the index of the largest logit; raise NanLogitsError if this logit is NaN.
-
-        Only for functions that return the logits of one token.
-        """
+        """Return the argmax of the only row of logits; NanLogitsError if that logit is NaN."""
         best = int(self._result(0, _I32, ()))
         # Checking one logit is enough: if one is NaN, nearly always all are.
         if isnan(self._result(1, _F32, (self._vocab,))[best]):
@@ -368,27 +333,18 @@ class Call:
         return best
 
     def argmaxes(self, count: int) -> list[int]:
-        """Return the index of the largest logit in each of `count` rows; -1 if this logit is NaN.
-
-        Only for functions that return `count` rows of logits, one row for each token or sequence.
-        """
+        """Return the argmax of each of `count` rows of logits; -1 if that logit is NaN."""
         best = self._result(0, _I32, (count,))
         unfit = np.isnan(self._result(1, _F32, (count, self._vocab))[range(count), best])
         return np.where(unfit, -1, best).tolist()
 
     def logits(self, row: int | None = None) -> np.ndarray:
-        """Return a copy of the logits, f32 `[vocab]`.
-
-        row: which row of logits to return, if the function returns several rows.
-        """
+        """Return a copy of the logits, f32 `[vocab]`, or of one of several rows."""
         found = self._result(1, _F32, (self._vocab,)) if row is None else self._result(1, _F32)[row]
         return found.copy()
 
     def floats(self, index: int) -> np.ndarray:
-        """Return a copy of one of the function's results, an f32 array.
-
-        index: which result, from 0.
-        """
+        """Return a copy of a result, f32."""
         return self._result(index, _F32).copy()
 
 
@@ -402,8 +358,7 @@ _others: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictio
 def release_at_exit(owner: Any, *attributes: str) -> None:
     """When the process exits, set attributes of `owner` to None, in the given order.
 
-    attributes: names of attributes that refer to objects of the IREE runtime. List the results of
-    calls first and the device last: the runtime crashes if the device is freed before the results.
+    Results of calls come first and the device last; otherwise the runtime crashes.
     """
     _others[owner] = attributes
 

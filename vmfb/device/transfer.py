@@ -122,10 +122,7 @@ STAGING_BYTES = 2**24
 
 
 class HostMemory:
-    """Memory of the host that the GPU can access.
-
-    array: the bytes as a NumPy array. view: the memory as a HalBufferView of the runtime.
-    """
+    """Memory of the host that the GPU can access: `array` of bytes, and its HalBufferView."""
 
     def __init__(self, device: rt.HalDevice, nbytes: int):
         # Drivers allocate complete pages.
@@ -153,10 +150,7 @@ class Transfer:
     """Copies parts of device buffers; offsets, strides and lengths are in bytes."""
 
     def __init__(self, device: rt.HalDevice, parameters: rt.VmModule, module: rt.VmModule):
-        """Load the compiled functions that copy parts of buffers.
-
-        parameters: the IREE module with the weights. module: the bundle's device.vmfb.
-        """
+        """Load the functions of `module` (device.vmfb); `parameters`: IREE's module of weights."""
         self.device, self._module = device, module
         self._context = rt.VmContext(vm_instance(), [rt.create_hal_module(vm_instance(), device), parameters, module])
         self._functions = {name: module.lookup_function(f"transfer_{name}") for name in ("part", "fill", "copy", "best")}
@@ -174,35 +168,21 @@ class Transfer:
         self, source: rt.HalBufferView, source_at: int, source_by: int, target: rt.HalBufferView, target_at: int,
         target_by: int, length: int, count: int,
     ) -> None:  # fmt: skip
-        """Copy `count` blocks of `length` bytes.
-
-        source_at, target_at: offset of the first block in bytes.
-        source_by, target_by: bytes from the start of a block to the start of the next one.
-        """
+        """Copy `count` blocks of `length` bytes, from offset `_at`, one every `_by` bytes."""
         if source_by == target_by == length:
             length, count = length * count, 1
         if length and count:
             self._call("copy", source, source_at, source_by, target, target_at, target_by, length, count)
 
     def upload(self, data: np.ndarray, target: rt.HalBufferView, at: int, by: int) -> None:
-        """Copy the rows of a host array to a device buffer.
-
-        data: u8 `[rows, length]`.
-        at: offset of the first row in the buffer, in bytes.
-        by: bytes from the start of a row to the start of the next one.
-        """
+        """Copy the rows of `data`, u8 `[rows, length]`, to offset `at`, one every `by` bytes."""
         length = data.shape[1]
         for first, rows, staging in self._chunks(*data.shape):
             staging.array[: rows * length] = data[first : first + rows].reshape(-1)
             self.copy(staging.view, 0, length, target, at + first * by, by, length, rows)
 
     def download(self, source: rt.HalBufferView, at: int, by: int, length: int, count: int) -> np.ndarray:
-        """Copy `count` blocks of a device buffer to the host; return them as u8 `[count, length]`.
-
-        at: offset of the first block in the buffer, in bytes.
-        by: bytes from the start of a block to the start of the next one.
-        length: bytes of a block.
-        """
+        """Return blocks as u8 `[count, length]`, from offset `at`, one every `by` bytes."""
         found = np.empty((count, length), np.uint8)
         for first, rows, staging in self._chunks(count, length):
             self.copy(source, at + first * by, by, staging.view, 0, length, length, rows)
@@ -210,12 +190,7 @@ class Transfer:
         return found
 
     def best(self, argmax: rt.HalBufferView, logits: rt.HalBufferView, rows: int, vocab: int) -> list[int]:
-        """Download the argmax of each row of logits, with -1 for a row whose largest logit is NaN.
-
-        argmax: i32 `[rows]`, in device memory: the index of the largest logit of each row.
-        logits: f32 `[rows, vocab]`, in device memory; only the largest logit of each row is
-            downloaded.
-        """
+        """Return `argmax`, i32 `[rows]`; -1 where the largest of `logits [rows, vocab]` is NaN."""
         self._call("best", argmax, logits, self._staging.view, rows, vocab)
         words = self._staging.array[: 8 * rows]
         unfit = np.isnan(words[4 * rows :].view(np.float32))

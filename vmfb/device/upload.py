@@ -22,8 +22,7 @@ _KEY, _SPAN = struct.Struct("<II"), struct.Struct("<QQQ")
 class Upload:
     """Uploads the weights of a bundle to device memory, once for all its compiled modules.
 
-    It replaces the runtime's own parameter module, which would upload the weights once per compiled
-    module, and cannot report progress.
+    The runtime's own parameter module uploads them once per module, without progress.
     """
 
     def __init__(
@@ -33,10 +32,8 @@ class Upload:
         tensors: Mapping[str, memoryview],
         progress: Callable[[int, int], None] | None = None,
     ):
-        """Prepare to upload weights; they are uploaded when compiled modules are loaded.
+        """Upload `tensors` when compiled modules are loaded.
 
-        info: the GPU. device: its IREE device.
-        tensors: the bytes of each weight tensor by name.
         progress: called with (bytes uploaded, total) after every tensor.
         """
         self._info, self._device, self._tensors, self._progress = info, device, tensors, progress
@@ -58,14 +55,7 @@ class Upload:
     def _load(
         self, device, affinity, wait, signal, scope, target_affinity, memory_type, usage, key_table, keys, spans
     ) -> rt.VmRef:  # fmt: skip
-        """Upload the weights of a compiled module; return a list of their device buffers.
-
-        The runtime calls this method when it loads the module.
-
-        key_table, keys: names of the parameters.
-        spans: for each parameter, the offset and size in bytes of the part to upload.
-        memory_type, usage: how to allocate the buffers.
-        """
+        """Upload the weights of a compiled module; return a list of their device buffers."""
         try:
             table, text, extents = (bytes(memoryview(ref.deref(rt.VmBuffer))) for ref in (key_table, keys, spans))
             found = rt.VmVariantList(len(table) // _KEY.size)

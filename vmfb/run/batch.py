@@ -20,28 +20,19 @@ Span = tuple[int, int]
 
 
 class Cover:
-    """Finds the cheapest decode calls that append one token to each of the given slots.
+    """The cheapest decode calls that append one token to each of the given slots.
 
-    A slot holds one sequence. A call of width w decodes a token in each of w adjacent slots; the
-    index of the first of these slots is a multiple of w. Slots that get no token may be among them.
-    If several choices of calls have the lowest cost, the one with the fewest calls is used, then
-    the one with the smallest total width.
+    A call of width w decodes w adjacent slots, the first of which is a multiple of w; some of them
+    may get no token. Ties go to the fewest calls, then to the smallest total width.
     """
 
     def __init__(self, size: int, costs: Mapping[int, float]):
-        """Prepare to plan calls for `size` slots.
-
-        costs: the time of one call for each width, in any unit; width 1 must be included.
-        """
+        """Plan for `size` slots; `costs`: time of a call by width, in any unit."""
         self.spans = {(first, w): costs[w] for w in costs for first in range(0, size - w + 1, w)}
         self.widths = sorted(costs)
         self.of = lru_cache(4096)(self._of)
 
     def _of(self, slots: tuple[int, ...]) -> tuple[Span, ...]:
-        """Return the cheapest calls, each (first slot, width), that include all `slots`.
-
-        slots: indices of slots in ascending order.
-        """
         # best[n]: (cost, number of calls, total width, spans) of the best plan for the last n slots.
         best: list[tuple[float, int, int, tuple[Span, ...]]] = [(0.0, 0, 0, ())]
         for slot in reversed(slots):
@@ -56,11 +47,10 @@ class Cover:
 
 
 def costs_of(manifest: Manifest) -> dict[int, float]:
-    """Return the estimated time of one decode call, by the call's width (number of sequences).
+    """Return the estimated time of one decode call by width, in the time of one FLOP.
 
-    The unit is the time of one floating-point operation. The time of a call is the sum of the times
-    of its kernels at position 0. A kernel takes its compute time or its memory time, whichever is
-    longer. All times are 0 if the manifest has no FLOP and byte counts for the kernels.
+    It is the sum over the call's kernels at position 0 of their compute time or memory time,
+    whichever is longer; 0 for all widths if the manifest does not have these numbers.
     """
     functions = [manifest.function("decode"), *(manifest.function("batch", width) for width in manifest.widths("batch"))]
     work = manifest.compile.get("work", {})
@@ -71,22 +61,16 @@ def costs_of(manifest: Manifest) -> dict[int, float]:
 
 
 class Batch:
-    """Decodes several sequences together; each has its own slot.
+    """Slots of sequences that are decoded together, so that a call reads the weights only once.
 
-    slots: a `Session` for each slot. A call of the function `decode_batch_B` decodes one token in
-    each of B adjacent slots, and reads the weights only once. A bundle has such functions for some
-    numbers B, and the number of slots is the largest of them. Each state of the model, such as a KV
-    cache, has one buffer, in which the slots are joined along dimension 0.
-
-    A call can leave out slots, but takes as long as if it used all B. So several calls with a small
-    B may be faster than one with a large B if the used slots are far apart.
+    slots: a `Session` each. The bundle's functions `decode_batch_B` decode B adjacent slots; there
+    are as many slots as the largest B. A call takes as long if some of its slots get no token, so
+    several narrow calls may be faster than a wide one. The slots' states are parts of one buffer
+    per state, joined along dimension 0.
     """
 
     def __init__(self, source: Bundle | Path | str | Session, threads: int | None = None, single: bool = False):
-        """Load a bundle, or use an open session as the only slot.
-
-        single: whether to have one slot, as without functions `decode_batch_B`.
-        """
+        """Load a bundle, or use an open session as the only slot; `single`: have only one slot."""
         self._calls: dict[Span, tuple[Call, memoryview, memoryview]] = {}
         if single or not isinstance(source, Bundle | Path | str):
             self.slots, self.size = [Session(source, threads) if isinstance(source, Bundle | Path | str) else source], 1
@@ -109,10 +93,9 @@ class Batch:
                 self._calls[first, width] = call, tokens.words, positions.words
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
-        """Append one token to each given sequence; return the argmax of its logits, by slot.
+        """Append one token to each given slot; return the argmax after it by slot, -1 for NaN.
 
-        tokens: token ids by slot (the index of a sequence). The argmax is -1 if the logits are
-        NaN. Raise SessionError, before any work, for an invalid slot or token, or a full context.
+        SessionError, before any work, for an invalid slot or token, or a full context.
         """
         for slot in tokens:
             if not 0 <= slot < self.size:
@@ -154,10 +137,7 @@ class Batch:
         return {slot: found[slot - first] for slot in taken}
 
     def _save_logits(self, call: Call, stepped: Collection[int]) -> None:
-        """Copy logits that the next run of `call` would overwrite.
-
-        stepped: the slots that get a token in this run; their old logits are not needed.
-        """
+        """Copy logits of slots not in `stepped`, which the next run of `call` would overwrite."""
         for slot, session in enumerate(self.slots):
             if slot not in stepped and isinstance(session._last, Row) and session._last.call is call:
                 session._last = session._last.logits()

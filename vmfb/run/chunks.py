@@ -11,18 +11,12 @@ CALL_ROWS = 4.0
 def chunks(total: int, start: int, context: int, widths: Sequence[int], padding: float) -> list[tuple[int, int]]:
     """Split a prompt into prefill calls; return (width, number of real tokens) of each call.
 
-    A compiled prefill function takes a fixed number of tokens, its width. A call with fewer real
-    tokens is filled up with padding tokens.
+    total: number of tokens. start: position of the first. No call ends past `context`, padding
+        included. Width 1 (decode steps) is always possible.
+    padding: cost of a padding token, relative to a real one: 0 if kernels skip padding.
 
-    total: number of tokens of the prompt.
-    start: position of the first token.
-    context: max number of positions; no call ends past it, padding included.
-    widths: widths of the prefill functions. Calls of width 1 (decode steps) are always possible.
-    padding: cost of a padding token, relative to a real token: 0 if kernels skip padding, 1 if they
-        compute it.
-
-    Full calls of the largest width come first, then the cheapest calls for the remaining tokens.
-    Only the last call may have padding.
+    Full calls of the largest width come first, then the cheapest calls for the rest. Only the last
+    call may have padding.
     """
     widths = sorted({1, *widths})
     widest = widths[-1]

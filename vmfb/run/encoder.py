@@ -14,16 +14,12 @@ from castiron.vmfb.run.states import KINDS
 
 
 class Encoder:
-    """A compiled embedding model, which converts the tokens of a text to a vector.
-
-    Only one thread at a time may use it.
-    """
+    """A compiled embedding model, which one thread at a time may use."""
 
     def __init__(self, source: Bundle | Path | str | Program, threads: int | None = None):
-        """Load an embedding model; raise SessionError for a model that generates text.
+        """Load an embedding model; SessionError for a model that generates text.
 
-        source: the bundle, its path, or a bundle that is already loaded. threads: number of CPU
-        threads; the default is the number of physical cores.
+        threads: None for one per physical core.
         """
         self.program = program = source if isinstance(source, Program) else open_program(source, threads)
         self.manifest = manifest = program.manifest
@@ -43,11 +39,7 @@ class Encoder:
 
     @exclusive
     def encode(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return the embedding of a text, f32 `[hidden]`.
-
-        tokens: ids of the text's tokens. Raise SessionError if there are none or too many, or if an
-        id is outside the vocabulary.
-        """
+        """Return the embedding of token ids, f32 `[hidden]`; SessionError if they are invalid."""
         ids, max_tokens, vocab = np.asarray(tokens), self.facts.max_tokens, self.manifest.vocab
         if ids.ndim != 1 or not 1 <= ids.size <= max_tokens:
             raise SessionError(f"text has {ids.size} tokens; the model accepts 1 to {max_tokens}")

@@ -20,30 +20,24 @@ MAX_SNAPSHOTS, MAX_SNAPSHOT_BYTES = 4, 2**28
 
 
 class Session:
-    """The KV caches and other states of one sequence, and the methods that append tokens.
+    """The states of one sequence, and the methods that append tokens.
 
-    Several sessions can share one loaded bundle (`program`); `fork` creates such a session. They
-    run one at a time: a call raises SessionError while another thread runs a session of the same
-    program. If the program has several threads, a call in a forked child process raises
-    SessionError too. The states use memory only for positions that have been written.
+    Sessions of one `program` (see `fork`) run one at a time: a call raises SessionError while
+    another thread runs one, and in a forked child. Only written positions use memory.
 
-    Attributes:
-        position: the number of tokens in the states, which is the position of the next token.
-        widest: number of tokens that the largest prefill function takes.
-        chunked_tokens: number of tokens at the start of the sequence that were appended in full
-            chunks of `widest` tokens. Two sessions that appended the same tokens in such chunks
-            have bit-identical states.
+    position: number of tokens in the states, which is the position of the next token.
+    widest: width of the largest prefill function.
+    chunked_tokens: number of first tokens that were appended in full chunks of `widest` tokens.
+        Sessions that appended the same tokens in such chunks have bit-identical states.
     """
 
     def __init__(
         self, source: Bundle | Path | str | Program, threads: int | None = None, states: Sequence[Buffer] | None = None
     ):
-        """Start an empty sequence; raise SessionError for an embedding model.
+        """Start an empty sequence; SessionError for an embedding model.
 
-        source: the bundle, its path, or a bundle that is already loaded.
-        threads: number of CPU threads; the default is the number of physical cores.
-        states: zeroed buffers for the states, in the manifest's order; by default the session
-            allocates them.
+        threads: None for one per physical core.
+        states: zeroed buffers in the manifest's order; by default the session allocates them.
         """
         self.program = program = source if isinstance(source, Program) else open_program(source, threads)
         self.manifest = manifest = program.manifest
@@ -89,9 +83,8 @@ class Session:
     def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None = None) -> int:
         """Append `tokens` in chunks, and return the argmax of the logits after the last token.
 
-        progress: called with (tokens done, total) after each chunk. Raise SessionError, before any
-        work, if there are no tokens, an id is outside the vocabulary, or the end is past the
-        context.
+        progress: called with (tokens done, total) after each chunk. SessionError, before any work,
+        if the tokens are invalid or end past the context.
         """
         ids = self._checked(tokens)
         done, total = 0, int(ids.size)
@@ -122,9 +115,7 @@ class Session:
     def verify(self, tokens: Sequence[int]) -> list[int]:
         """Append `tokens` in one call; return the argmax after each token, or -1 for NaN logits.
 
-        A bundle has verify functions for a few numbers of tokens, such as 2, 4 and 8. Raise
-        SessionError, before any work, for another number of tokens, for an id outside the
-        vocabulary, or if the tokens do not fit in the context.
+        SessionError, before any work, if no verify function takes so many, or they are invalid.
         """
         if len(tokens) not in self._verify:
             if not self._verify:
@@ -137,12 +128,9 @@ class Session:
 
     @exclusive
     def verify_fewer(self, tokens: Sequence[int], width: int) -> bool:
-        """Append `tokens` with a verify function for more tokens; return whether that was possible.
+        """Append `tokens`, padded to a verify function of `width`, and remove the padding again.
 
-        width: number of tokens that the verify function takes. `tokens` are padded to this number,
-        and the padding is removed from the states afterwards. `verified_logits` then returns the
-        logits of `tokens`. Return False, and do nothing, if the padding would end past the context
-        or could not be removed from the states.
+        Return False, and do nothing, if that would end past the context or cannot be removed.
         """
         ids, call_end = self._checked(tokens), self.position + width
         end = self.position + int(ids.size)
@@ -158,8 +146,7 @@ class Session:
     def embed(self, tokens: Sequence[int]) -> np.ndarray:
         """Append `tokens`; return their hidden states after the last norm, f32 `[tokens, hidden]`.
 
-        Raise SessionError, before any work, if an id is outside the vocabulary, or if the tokens
-        with padding would end past the context.
+        SessionError, before any work, if they are invalid or end past the context with padding.
         """
         if not self._embed:
             raise SessionError("this bundle has no embed function for hidden states; compile it with --embed 128")
@@ -178,17 +165,11 @@ class Session:
 
     @exclusive
     def verified_logits(self, token: int | None = None) -> np.ndarray:
-        """Return the logits of the tokens of the last `verify`, f32 `[tokens, vocab]`.
-
-        token: index of one of these tokens, to return only its logits, f32 `[vocab]`.
-        """
+        """Return the logits after the last `verify`, f32 `[tokens, vocab]`, or of one token."""
         return np.stack(list(self.verified_rows())) if token is None else self._verified().call.logits(token)
 
     def verified_rows(self) -> Iterator[np.ndarray]:
-        """Iterate over the logits of the last `verify`: f32 `[vocab]` for each token.
-
-        Finish the iteration before the session's next call, which may overwrite the logits.
-        """
+        """Iterate over the logits of the last `verify`, before the session's next call."""
         last = self._verified()
         return (last.call.logits(row) for row in range(last.row + 1))
 
@@ -200,9 +181,7 @@ class Session:
     def reachable(self, position: int) -> int:
         """Return the largest position, not above `position`, that `rewind` can return to.
 
-        That is `position`, unless later tokens have overwritten a state, such as a recurrent state
-        or the ring buffer of a sliding attention window. Then it is the position of the last
-        snapshot up to `position` that `keep` stored, or 0.
+        If later tokens overwrote a state, it is that of the last snapshot of `keep`, or 0.
         """
         if not 0 <= position <= self.position:
             raise SessionError(f"cannot rewind a session at position {self.position} to {position}; give 0 to {self.position}")
@@ -227,10 +206,9 @@ class Session:
 
     @exclusive
     def snapshot(self, ahead: int | None = None) -> Snapshot:
-        """Copy the data that is needed to return to the current position later with `restore`.
+        """Copy what is needed to return to this position with `restore`.
 
-        ahead: how many tokens may be appended before `restore`; by default, any number that fits in
-        the context.
+        ahead: tokens that may be appended before; by default, as many as fit in the context.
         """
         ahead = self.context - self.position if ahead is None else ahead
         taken = Snapshot(self.position, tuple(state.save(self.position, ahead) for state in self._states))
@@ -239,11 +217,7 @@ class Session:
 
     @exclusive
     def restore(self, snapshot: Snapshot) -> None:
-        """Return to the position of a snapshot of this session.
-
-        Raise SessionError if the snapshot is stale: the session was rewound to before that
-        position.
-        """
+        """Return to a snapshot of this session; SessionError if it was rewound to before it."""
         if snapshot not in self._snapshots:
             raise SessionError(
                 f"cannot restore the snapshot of position {snapshot.position}: it is from another session; "
@@ -260,12 +234,7 @@ class Session:
 
     @exclusive
     def keep(self) -> None:
-        """Store a snapshot of the current position, so that `rewind` can return to it later.
-
-        Nothing is stored if all states can always return to this position without a snapshot. At
-        most `MAX_SNAPSHOTS` are stored. The oldest are dropped while all together exceed
-        `MAX_SNAPSHOT_BYTES`; the newest always stays.
-        """
+        """Store a snapshot for `rewind` if a state needs one; drop the oldest over the limits."""
         everywhere = all(state.can_return(self.context, self.position) for state in self._states)
         if not everywhere and all(snapshot.position != self.position for snapshot in self._retained):
             self._retained.append(self.snapshot())
@@ -274,10 +243,7 @@ class Session:
 
     @exclusive
     def copy_from(self, other: Session, position: int) -> None:
-        """Set this session's states to the states of the session `other` at `position`.
-
-        Raise SessionError if `other` runs another program or cannot be rewound to `position`.
-        """
+        """Take over the states of `other` at `position`; SessionError if it cannot rewind to it."""
         if other.program is not self.program:
             raise SessionError("cannot copy states between sessions of different programs; open both sessions from one program")
         if (found := other.reachable(position)) != position:
@@ -294,40 +260,27 @@ class Session:
         self.chunked_tokens = self._chunked_before(position, other.chunked_tokens)
 
     def rows(self, position: int) -> list[np.ndarray]:
-        """Return the data that another session needs to continue this sequence at `position`.
-
-        The result is one array for each state, in the manifest's order; the arrays share the
-        states' memory. The other session loads them with `take`.
-        """
+        """Return views of the states, in the manifest's order, for `take` of another session."""
         return [state.rows(position) for state in self._states]
 
     def begins(self, tokens: int, position: int) -> bool:
-        """Return whether `rows(tokens)` has the data to continue at an earlier position.
+        """Return whether `rows(tokens)` can also continue at an earlier position.
 
-        If so, another session can load this data with `take`, and continue at `position`. tokens:
-        this session's number of tokens when `rows` is called; at least `position`. The result is
-        false if tokens after `position` have overwritten data that is needed there, for example in
-        a recurrent state.
+        tokens: number of tokens when `rows` is called; at least `position`.
         """
         return all(state.begins(tokens, position) for state in self._states)
 
     @property
     def settled(self) -> bool:
-        """Return whether the states contain no data of tokens that a rewind removed.
-
-        After a rewind, the ring buffer of a sliding attention window contains such data until new
-        tokens overwrite it.
-        """
+        """Whether states have no data of tokens that a rewind removed, as ring buffers may."""
         return all(state.settled(self.position) for state in self._states)
 
     @exclusive
     def take(self, rows: Sequence[np.ndarray], position: int, chunked_tokens: int = 0) -> None:
-        """Load data that another session of the same bundle saved, to continue its sequence.
+        """Load what `rows(n)` of another session of the bundle returned, to continue its sequence.
 
-        rows: the result of the other session's `rows(n)`.
-        position: where to continue: n, or a smaller position for which the other session's
-            `begins(n, position)` is true.
-        chunked_tokens: the other session's `chunked_tokens`.
+        position: n, or a smaller one for which the other session's `begins(n, position)` is true.
+        chunked_tokens: that of the other session.
         """
         self._move_to(0)
         for state, array in zip(self._states, rows, strict=True):
@@ -394,15 +347,10 @@ class Row:
 
 
 def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Session | None = None) -> None:
-    """Move `session` to an earlier position, or to a position of another session.
+    """Move `session` to an earlier position, or to a position of the session `source`.
 
-    position: the new position of `session`.
-    fed: the tokens before `position`; needed only if the model has states that cannot return to
-        every position.
-    source: the session to copy the states from; by default `session` itself is rewound.
-
-    Recurrent states and ring buffers can return only to some positions. If `position` is not one of
-    these, `session` moves to the nearest earlier one, and appends the tokens from there again.
+    fed: the tokens before `position`. If a state cannot return there, the session moves to the
+    nearest earlier position, and appends the tokens from there again.
     """
     source = source or session
     found = source.reachable(position)
@@ -417,8 +365,7 @@ def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Se
 def move_after(session: Session, before: Snapshot, tokens: Sequence[int]) -> None:
     """Move `session` to the position just after `tokens`, which it has appended earlier.
 
-    before: a snapshot of the position before `tokens`. If `session` cannot rewind, it restores this
-    snapshot and appends `tokens` again.
+    before: a snapshot of the position before `tokens`, restored if `session` cannot rewind.
     """
     position = before.position + len(tokens)
     if session.reachable(position) == position:

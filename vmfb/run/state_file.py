@@ -36,11 +36,7 @@ class StateError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class StateFile:
-    """The header of the state file at `path`, and its tokens.
-
-    bundle: hash of the bundle (see `identity`). tokens: i32 `[n]`, all tokens of the saved
-    sequence.
-    """
+    """The header and the tokens, i32 `[n]`, of a state file; `bundle`: see `identity`."""
 
     path: Path
     bundle: str
@@ -48,22 +44,16 @@ class StateFile:
 
 
 def identity(manifest: Manifest, salt: str = "") -> str:
-    """Return the hash that identifies a bundle in state files, as 32 hex digits.
+    """Return the hash of a bundle's modules and weights, and of a salt, as 32 hex digits.
 
-    It is computed from the bundle's compiled modules and weights. Prompts with different salts have
-    different states.
+    Prompts with different salts have different states.
     """
     hashes = [manifest.files[name].sha256 for name in (*manifest.modules, WEIGHTS)]
     return hashlib.sha256("".join([*hashes, salt]).encode()).hexdigest()[:32]
 
 
 def write_state(path: Path, bundle: str, tokens: np.ndarray, rows: Sequence[np.ndarray]) -> int:
-    """Write a state file, which only its owner may read; return its size in bytes.
-
-    bundle: hash of the bundle (see `identity`).
-    tokens: i32 `[n]`, the tokens of the sequence.
-    rows: the data of each state after these tokens, as `Session.rows` returns it.
-    """
+    """Write a state file that only its owner may read; return its size in bytes."""
     head = json.dumps({"bundle": bundle, "tokens": len(tokens)}).encode()
     parts: list[bytes | memoryview] = [head.ljust(_HEAD - _HASHED - 1) + b"\n"]
     for array in (np.asarray(tokens, "<i4"), *rows):
@@ -78,10 +68,6 @@ def write_state(path: Path, bundle: str, tokens: np.ndarray, rows: Sequence[np.n
 
 
 def file_bytes(tokens: np.ndarray, rows: Sequence[np.ndarray]) -> int:
-    """Return the size in bytes of a state file.
-
-    tokens: i32 `[n]`. rows: the data of each state after these tokens.
-    """
     return _HEAD + sum(array.nbytes + -array.nbytes % ALIGNMENT for array in (tokens, *rows))
 
 
@@ -102,9 +88,9 @@ def read_head(path: Path) -> StateFile:
 
 
 def read_rows(state: StateFile, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the data of each state in a state file, memory-mapped; StateError if it is damaged.
+    """Return the data of each state, memory-mapped; StateError if the file is damaged.
 
-    state: the result of `read_head`. like: arrays with the shapes and types of the result.
+    like: arrays with the shapes and types of the result.
     """
     data = Part.of(state.path).map()
     digest = bytes(data[len(FORMAT) : len(FORMAT) + _DIGEST])

@@ -24,10 +24,8 @@ Saved: TypeAlias = tuple[np.ndarray, int]
 class Positional:
     """A state with one row for each position of a sequence, such as a KV cache.
 
-    In all methods, `now` is the current position of the sequence, that is, its number of tokens.
-
-    furthest: for a ring buffer (`Window`), the largest position that the sequence had before a
-    rewind, because later positions overwrite rows of earlier ones; otherwise 0.
+    `now` is always the sequence's number of tokens. furthest: for a ring buffer, the largest
+    position before a rewind, because later positions overwrite earlier rows; otherwise 0.
     """
 
     furthest = 0
@@ -43,39 +41,22 @@ class Positional:
         """Remove the tokens from `position` to `now` - 1; requires `can_return(now, position)`."""
 
     def load(self, rows: np.ndarray, position: int, furthest: int) -> None:
-        """Set the state to `rows`, the data of another sequence that is at `position`.
-
-        furthest: the largest position that the other sequence had before it was rewound to
-        `position`; only ring buffers use it.
-        """
+        """Set the state to another sequence's at `position`, which once was at `furthest`."""
         self.array[:, :position] = rows[:, :position]
 
     def save(self, now: int, ahead: int) -> Saved | None:
-        """Return a copy of the data that `restore` needs to return to the current position.
-
-        now: the current position. ahead: number of tokens that may be appended before `restore`.
-        Return None if `restore` can do it without a copy.
-        """
+        """Copy what `restore` needs after up to `ahead` more tokens; None if it needs nothing."""
         return None if self.can_return(now + ahead, now) else (self.rows(now).copy(), self.furthest)
 
     def restore(self, now: int, position: int, saved: Saved | None) -> None:
-        """Return this state from position `now` to `position`, an earlier one.
-
-        saved: the result of `save` when the sequence was at `position`.
-        """
+        """Return from `now` to `position`, where `save` returned `saved`."""
         if saved is None:
             self.go_back(now, position)
         else:
             self.load(saved[0], position, saved[1])
 
     def copy(self, other: Positional, now: int, position: int, saved: Saved | None) -> None:
-        """Set this state to the state of another sequence at `position`.
-
-        other: the state of the other sequence.
-        now: the current position of the other sequence; at least `position`.
-        saved: the result of `other.save` when `other` was at `position`; None if `other` can return
-            to `position` without it.
-        """
+        """Set this state to `other` at `position`, where `other.save` returned `saved`."""
         rows, furthest = saved or (other.array, max(other.furthest, now))
         self.load(rows, position, furthest)
 
@@ -84,28 +65,18 @@ class Positional:
         return self.array[:, :position]
 
     def settled(self, position: int) -> bool:
-        """Return whether this state contains no data of tokens that a rewind removed.
-
-        position: the sequence's number of tokens. After a rewind, a ring buffer contains such data
-        until new tokens overwrite it.
-        """
+        """Return whether the state has no data of tokens that a rewind removed."""
         return True
 
     def begins(self, written: int, position: int) -> bool:
         """Return whether `rows(written)` has the data to continue at an earlier position.
 
-        If so, another sequence can load this data with `take`, and continue at `position`. written:
-        this sequence's number of tokens when `rows` is called; at least `position`. The result is
-        false if tokens after `position` have overwritten data that is needed there.
+        It has not if tokens after `position` have overwritten data that is needed there.
         """
         return True
 
     def take(self, rows: np.ndarray, position: int) -> None:
-        """Load data that another sequence saved, to continue that sequence at `position`.
-
-        rows: the result of the other state's `rows(written)`, where `written` is the number of
-        tokens of that sequence. The other state's `begins(written, position)` must be true.
-        """
+        """Load another sequence's `rows(written)`, which `begins` at `position`."""
         self.load(rows, position, position)
 
 
@@ -164,11 +135,10 @@ KINDS: dict[str, type[Positional]] = {"positional": Positional, "window": Window
 
 @dataclass(eq=False)
 class Snapshot:
-    """A position of a sequence, and the data that its states need to return to that position.
+    """A position of a sequence, and what its states need to return to it.
 
-    saved: the data of each state; None for a state that can return without any.
-    stale: whether the snapshot can no longer be used, because the sequence was rewound to before
-        `position` and may have other tokens there.
+    saved: None for a state that needs nothing. stale: whether the sequence was rewound to before
+    `position`, and may have other tokens there.
     """
 
     position: int
