@@ -56,7 +56,7 @@ def filled(browser, server, *turns: str, **fields: str) -> None:
 
 def test_a_question_gets_the_models_answer_and_nothing_comes_from_elsewhere(browser, server, reference, tmp_path):
     browser.open(server.url)
-    browser.wait("document.getElementById('only-model').textContent === 'checkpoint'")
+    browser.wait("document.getElementById('only-model').textContent === 'tiny'")
     send(browser, QUESTION)
     browser.wait(DONE)
     assert texts(browser, ".body") == [QUESTION, expected(reference)]
