@@ -110,12 +110,7 @@ def main(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callable[[Record], str], Answer]]":
-    """Yield two functions for a batch job: one identifies a record, the other answers records.
-
-    The first takes a record and returns its key, a hash of everything that determines the answer.
-    The second takes an iterator of records and returns an iterable of answered records. It answers
-    them on this machine or, with --ray, on a Ray cluster.
-    """
+    """Yield two functions: the key of a record, and the answers of records."""
     from castiron.pipelines.batch.job import answering
 
     if args.ray is None:
@@ -131,13 +126,7 @@ def engine(args: argparse.Namespace, bundle: "Bundle") -> "Iterator[tuple[Callab
 
 
 def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "tuple[Conversion, Engine | None]":
-    """Return what a batch job needs: a converter of records to engine requests, and the engine.
-
-    The engine is None for an embedding model or reranker, and also if `runs` is false.
-
-    args: the command's options; `args.json_schema` is the parsed schema. runs: whether the caller
-    will run the requests in this process.
-    """
+    """Return (converter of records, engine); no engine for embeddings, or without `runs`."""
     from castiron.pipelines.batch.records import Conversion, identity
     from castiron.pipelines.engine.engine import Engine
     from castiron.pipelines.engine.memory import print_memory, slots_of
@@ -157,12 +146,7 @@ def prepare(args: argparse.Namespace, bundle: "Bundle", runs: bool = True) -> "t
 
 
 def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
-    """Return the converters of records to requests, for models that generate text.
-
-    The first is a converter for records with a column `prompt` or `messages`. The second is a
-    function that makes a converter for requests in OpenAI's batch format. It also prints which
-    command-line options these requests ignore. Call it when such a request is first read.
-    """
+    """Return the converter of records, and a function that makes that of OpenAI's format."""
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_records import Prompts
     from castiron.pipelines.text.tokenizer import load_tokenizer
@@ -190,11 +174,7 @@ def text_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, C
 
 
 def embedding_formats(args: argparse.Namespace, bundle: "Bundle") -> "tuple[Format, Callable[[], Format]]":
-    """Return the converters of records to requests, for embedding models and rerankers.
-
-    The first is a converter for plain texts. The second is a function that makes a converter for
-    requests in OpenAI's batch format.
-    """
+    """Return the converter of texts, and a function that makes that of OpenAI's format."""
     from castiron.pipelines.batch.openai_batch import OpenAI
     from castiron.pipelines.batch.plain_records import Embeddings
     from castiron.pipelines.text.embedder import Embedder
@@ -215,10 +195,7 @@ def names(args: argparse.Namespace, bundle: "Bundle") -> list[str]:
 
 
 def progress_reporter(progress: Progress) -> "Callable[[Summary, float | None], None]":
-    """Return a callback that prints the progress of a job: a bar or, in a pipe, a line a minute.
-
-    The callback takes the counts of the job, and the fraction done (None if it is unknown).
-    """
+    """Return a callback that shows a job's progress: a bar or, in a pipe, a line a minute."""
     last = time.monotonic()
 
     def report(summary: "Summary", share: float | None) -> None:
@@ -238,7 +215,6 @@ def progress_reporter(progress: Progress) -> "Callable[[Summary, float | None], 
 
 
 def summary_line(summary: "Summary") -> str:
-    """Return the counts and the speed of a job as one line of text."""
     counts = [f"{number:,} {what}" for number, what in ((summary.failed, "failed"), (summary.before, "done before")) if number]
     records = counted(summary.records, "record") + (f" ({', '.join(counts)})" if counts else "")
     cached = f" ({summary.cached_tokens:,} cached)" if summary.cached_tokens else ""

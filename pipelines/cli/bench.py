@@ -114,7 +114,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise PipelineError if options cannot be combined, or if there is nothing to measure."""
     if args.kernel and not args.shape:
         raise PipelineError(f"--kernel {args.kernel} needs --shape; see castiron bench --help")
     if args.bundle is None and not args.shape:
@@ -132,13 +131,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def compiled_shape(settings, args: argparse.Namespace, progress: Progress):
-    """Return a bundle with random weights and the sizes of the known model that --shape names.
-
-    The bundle is compiled, unless it is in the cache.
-
-    settings: the benchmark's settings. If --context is not given, the bundle's context has space
-        for all tokens of the benchmark.
-    """
+    """Return a bundle of random weights of --shape, whose context fits the benchmark."""
     from castiron.pipelines.compile.compile_options import Options
     from castiron.pipelines.compile.open_model import open_or_compile
     from castiron.pipelines.evaluate.random_checkpoint import DEFAULT_CODEC, random_checkpoint

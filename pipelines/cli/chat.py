@@ -113,7 +113,6 @@ class Console:
         }
 
     def run(self) -> int:
-        """Answer messages until /quit or the end of stdin; return the exit status."""
         failed = False
         while True:
             try:
@@ -160,10 +159,7 @@ class Console:
             print(f"{setting:15}{shown}", file=sys.stderr)
 
     def show(self, _: str) -> None:
-        """Run the command /show: print the model's properties, the context used, and the settings.
-
-        The argument is ignored.
-        """
+        """Print the model's properties, the context used, and the settings."""
         chat, manifest = self.chat, self.chat.engine.manifest
         used = f"{chat.engine.position} of {chat.engine.context} positions"
         facts = {"model": manifest.name, "family": manifest.config.get("model_type"), "weights": manifest.weights,
@@ -185,12 +181,7 @@ class Console:
         print_message(f"{counted(len(self.chat.messages), 'message')} {where} {path}")
 
     def answer(self, ask: Callable[[Callable[[int, int], None]], Iterator[str]]) -> None:
-        """Print an answer while the model generates it.
-
-        ask: function that starts the answer, and returns an iterator over pieces of its text. Its
-            argument is a progress callback, which is called during prefill with (prompt tokens
-            computed, prompt tokens in all).
-        """
+        """Print an answer; `ask(on_prefill)` starts it, and returns its pieces."""
         from castiron.pipelines.cli.run import AnswerOutput
 
         chat, stopped = self.chat, False
@@ -239,10 +230,7 @@ class Console:
 
 
 def settings(chat: "Chat", name: str = "") -> dict[str, str]:
-    """Return all settings, or only the setting `name`, as {name: value as text}.
-
-    Raises PipelineError for an unknown name.
-    """
+    """Return {name: value as text} of all settings, or of one."""
     values = {setting: getattr(chat.sampler.sampling, setting.replace("-", "_")) for setting in SAMPLING}
     values |= {"max-tokens": chat.max_tokens or -1, "system": chat.system}
     shown = {setting: NONE if value is None else f"{value:g}" if isinstance(value, float) else str(value)
@@ -253,10 +241,6 @@ def settings(chat: "Chat", name: str = "") -> dict[str, str]:
 
 
 def change(chat: "Chat", name: str, value: str) -> None:
-    """Change a setting of a chat, such as temperature; it applies from the next answer.
-
-    Raises PipelineError for an unknown name or an invalid value.
-    """
     from castiron.pipelines.engine.sampling import Sampler
 
     if name == "system":
@@ -286,21 +270,14 @@ def _number(name: str, value: str, kind: type) -> float:
 
 
 class ChatInput:
-    """A reader of messages from stdin, which may be a terminal.
-
-    history: file that stores the messages typed at a terminal; None for no history.
-    """
+    """A reader of messages from stdin, with a file of those typed at a terminal."""
 
     def __init__(self, history: Path | None = None):
         self.terminal = sys.stdin.isatty()
         self.session = _prompt_session(history) if self.terminal else None
 
     def message(self) -> tuple[str, bool] | None:
-        """Return (next message, whether it may be a command), or None at the end of stdin.
-
-        A message is a line, several lines that are pasted at once, or the lines between triple
-        quotes. Ctrl-C discards an unfinished message and raises KeyboardInterrupt.
-        """
+        """Return (next message, whether it may be a command), or None at the end."""
         if (line := self._line(PROMPT)) is None:
             return None
         if line.lstrip().startswith(BLOCK) and ("\n" not in line or line.rstrip().endswith(BLOCK)):

@@ -71,13 +71,7 @@ def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
 
 
 def report(found: dict) -> list[str]:
-    """Return the lines to print: the first module whose output differs, and the three before it.
-
-    If no module differs, the lines show the last four modules.
-
-    found: result of the comparison: `modules` (the difference of each module), `first` (name of the
-        first that differs, or None) and `operations` (of this module).
-    """
+    """Return lines on the first module that differs and three before, or on the last four."""
     modules, first = found["modules"], found["first"]
     width = max(len(each["module"]) for each in modules)
     end = next((i for i, each in enumerate(modules) if each["module"] == first), len(modules) - 1)

@@ -123,27 +123,16 @@ def plus_minus(value: dict[str, float]) -> str:
 
 
 def percent(value: dict[str, float]) -> str:
-    """Return "mean ± error %" as text for a `value` {"mean": ..., "error": ...} of fractions."""
     return f"{100 * value['mean']:6.3f} ± {100 * value['error']:5.3f} %"
 
 
 def arithmetic(numerics: str, cache: str) -> str:
-    """Return text such as "fast, cache of f16", for the numerics and the type of the KV cache.
-
-    A cache of f32 is not mentioned.
-    """
+    """Return the numerics and the type of the KV cache, if not f32, as text."""
     return numerics + f", cache of {cache}" * (cache != "f32")
 
 
 def hf_logits(checkpoint: Path, weights: str, threads: int, adapter: Path | None) -> LogitsFunction:
-    """Load a checkpoint with HF transformers; return a function that yields its logits for a text.
-
-    The function takes (token ids, first position). It yields f32 [vocab], the logits, for each
-    position from the first.
-
-    weights: float type to which HF's weights are rounded, or "native" for the checkpoint's own.
-    adapter: LoRA adapter to merge.
-    """
+    """Return a function of (token ids, first position) that yields HF's logits, f32 [vocab]."""
     model = load_reference(checkpoint, weights, threads, adapter)
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
@@ -160,14 +149,7 @@ def hf_logits(checkpoint: Path, weights: str, threads: int, adapter: Path | None
 def base_of(
     bundle: Bundle, named: str, context: int, threads: int, checkpoint: str | None = None
 ) -> tuple[str, LogitsFunction]:
-    """Open the base model, with which a bundle is compared.
-
-    named: the value of --against: hf, llama.cpp or the path of another bundle.
-    context: min context of the base model, in tokens.
-    checkpoint: the value of --checkpoint, for hf and llama.cpp.
-
-    Returns the base model's name, and a function that yields its logits for a text.
-    """
+    """Return (name, function that yields logits) of the model that --against names."""
     if named == "hf":
         # HF's weights are not quantised, so that the divergence shows the cost of quantisation. A float type is applied.
         weights = "native" if bundle.manifest.weights in QUANTISED else bundle.manifest.weights

@@ -72,13 +72,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def explain(bundle: Bundle, function_name: str, position: int, threads: int | None) -> dict[str, Any]:
-    """Time each kernel in a call of a model function, and measure the limits of the machine.
-
-    Returns the object that `castiron explain --json` prints.
-    function_name: such as "decode_step".
-    position: number of tokens in the KV cache before the call.
-    threads: number of threads; None for one per physical core.
-    """
     functions = {function.name: function for function in bundle.manifest.functions}
     if function_name not in functions:
         raise PipelineError(f"unknown function: {function_name}; this bundle has {', '.join(functions)}")
@@ -108,12 +101,7 @@ def explain(bundle: Bundle, function_name: str, position: int, threads: int | No
 
 
 def described(measured: Profile, rows: list[dict], limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return the object that `castiron explain --json` prints.
-
-    measured: the time of a call of a model function.
-    rows: for each kernel, the result of `kernel_row`.
-    limits: the machine's bandwidth in GB/s and peaks in GFLOP/s, by name.
-    """
+    """Return the object that --json prints; `limits` are in GB/s and GFLOP/s."""
     flops = sum(row["flops"] or 0 for row in rows)
     return {
         "function": measured.function,
@@ -129,15 +117,7 @@ def described(measured: Profile, rows: list[dict], limits: Mapping[str, float]) 
 
 
 def kernel_row(dispatch: Dispatch, work: Mapping[str, Mapping], position: int, limits: Mapping[str, float]) -> dict[str, Any]:
-    """Return the object for one kernel in the output of `castiron explain --json`.
-
-    A model function may run the kernel several times: times, bytes and FLOP are sums over these
-    runs.
-    dispatch: the kernel's name and measured time.
-    work: {name of a kernel: its FLOP, bytes and layers}, from the bundle's manifest.
-    position: number of tokens in the KV cache.
-    limits: the machine's bandwidth in GB/s and peaks in GFLOP/s, by name.
-    """
+    """Return a kernel's part of the object; times, bytes and FLOP are sums over its runs."""
     kernel = work.get(dispatch.name.removesuffix("_fn"), {})
     nbytes, flops = (amount(kernel, unit, position) * kernel["calls"] if kernel else None for unit in ("bytes", "flops"))
     bound, share = (

@@ -69,10 +69,7 @@ ADVICE = {flag: advice for flags, advice in INSTEAD.items() for flag in flags.sp
 
 
 def translated(parser: argparse.ArgumentParser, command: str, argv: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments of a command with castiron's flags in place of other tools'.
-
-    Reports a usage error for a flag of another tool that the command cannot have.
-    """
+    """Yield the arguments with castiron's own flags; usage error for a flag of `ADVICE`."""
     known = parser._option_string_actions
     own = {flag: name for flag, name in OWN if name in known}
     always = {flag: values for flags, values in ALWAYS.get(command, {}).items() for flag in flags.split()}

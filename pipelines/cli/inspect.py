@@ -109,10 +109,6 @@ def encoder(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def checkpoint(path: str, tensors: bool) -> tuple[dict, list[str]]:
-    """Return (the object that --json prints for a checkpoint, the lines to print without --json).
-
-    tensors: whether to add a line for every tensor.
-    """
     from castiron.emitter.codecs import row_bytes
     from castiron.emitter.graph.types import EmitError
     from castiron.emitter.models import ignored_keys

@@ -58,7 +58,6 @@ def bundles_at(path: Path) -> Iterator[Path]:
 
 
 def catalogue() -> list[dict]:
-    """Return the catalogue's models, each as an object that --json prints."""
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE
 
     return [
@@ -74,10 +73,7 @@ def last_use(path: Path) -> str:
 
 
 def bundle(path: Path) -> dict:
-    """Return the object that --json prints for a bundle.
-
-    For an invalid bundle, it has only the path and an `error` message.
-    """
+    """Return the object that --json prints; an invalid bundle has only its path and an `error`."""
     from castiron.vmfb.bundle.bundle import read_manifest
     from castiron.vmfb.bundle.manifest import BundleError
 
@@ -98,10 +94,6 @@ def bundle(path: Path) -> dict:
 
 
 def table(result: dict) -> list[str]:
-    """Return the lines that `castiron list` prints.
-
-    result: the object that it prints with --json.
-    """
     cached = [row | {"path": Path(row["path"]).name} for row in result["cached"]]
     width = max(len(name) for name in [row["name"] for row in result["catalogue"]]
                 + [row["path"] for row in result["bundles"] + cached])  # fmt: skip
@@ -120,10 +112,6 @@ def table(result: dict) -> list[str]:
 
 
 def bundle_line(row: dict, width: int) -> str:
-    """Return the line to print for a bundle.
-
-    row: the object that --json prints for it. width: width of the path's column in characters.
-    """
     used = f", used {row['last_used'][:16].replace('T', ' ')}" if "last_used" in row else ""
     if "error" in row:
         return f"  {row['path']:<{width}}  {row['error']}{used}"

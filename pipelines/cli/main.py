@@ -101,10 +101,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, and return its exit status.
-
-    argv: the arguments after the program's name; None for those of this process.
-    """
+    """Run a command, and return its exit status; `argv`: None for the arguments of this process."""
     argv = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -162,10 +159,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def command_parser(name: str, parser: Parser | None = None) -> Parser:
-    """Return an argument parser with the options of the command `name`.
-
-    parser: the parser to which the options are added; None for a new one.
-    """
+    """Return a parser with the options of a command, a new one unless `parser` is given."""
     module = importlib.import_module(f"castiron.pipelines.cli.{name}")
     parser = parser or Parser(prog=f"castiron {name}")
     parser.formatter_class, parser.description, parser.epilog = Formatter, module.__doc__, module.EXAMPLES
@@ -205,7 +199,6 @@ def help_text() -> str:
 
 
 def short_help_text() -> str:
-    """Return the text of `castiron help`: the most used commands."""
     rows = [(f"{name} {ARGUMENTS.get(name, '')}", summary) for name, summary in GROUPS["most used"].items()]
     return SHORT_HELP.format(commands="\n".join(f"  castiron {use:<17}{summary}" for use, summary in rows))
 
@@ -216,11 +209,7 @@ def _print_and_exit(text: str) -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Open the null device in place of each standard stream that is closed.
-
-    Otherwise, the next file to be opened would get the file descriptor of stdout or stderr, and
-    messages would be written into that file.
-    """
+    # The next opened file would get the descriptor of a closed stream, and messages would go there.
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

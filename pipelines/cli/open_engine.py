@@ -12,12 +12,7 @@ if TYPE_CHECKING:
 
 
 def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False, draft: bool = False) -> "Bundle":
-    """Return the opened bundle `model`; if `model` is a checkpoint, compile it first.
-
-    args: options for the context, the device, and the check of hashes (--trust). one_sequence:
-    whether to compile only the functions for one prompt at a time. draft: whether to compile a
-    checkpoint as a draft model, which is fast but less exact.
-    """
+    """Return the bundle `model`, or one that is compiled from the checkpoint `model`."""
     from castiron.pipelines.compile.open_model import is_bundle, open_or_compile
     from castiron.vmfb.targets import TARGET_OF_DRIVER
 
@@ -37,11 +32,7 @@ def open_model(model: str, args: argparse.Namespace, one_sequence: bool = False,
 
 
 def with_device(bundle: "Bundle", device: str | None) -> "Bundle":
-    """Return a copy of the bundle that runs on a device such as "vulkan:1".
-
-    device: None for the default device. While weights are uploaded to a GPU, a progress bar is
-    shown.
-    """
+    """Return a copy of the bundle for a device such as "vulkan:1"; None: the default one."""
     progress = Progress()
 
     def report(done: int, total: int) -> None:
@@ -53,11 +44,7 @@ def with_device(bundle: "Bundle", device: str | None) -> "Bundle":
 
 
 def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
-    """Return (opened bundle, its engine) for `castiron run` and `castiron chat`.
-
-    The engine uses the draft model of --draft-model, and stores prefix caches in the folder of
-    --prefix-cache.
-    """
+    """Return (bundle, its engine) for `castiron run` and `castiron chat`."""
     from castiron.pipelines.compile.open_model import check_draft_model, require_generation
     from castiron.pipelines.engine.engine import Engine
     from castiron.pipelines.engine.memory import mapped_weights, warn_of_shortage

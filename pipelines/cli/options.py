@@ -125,29 +125,18 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 def add_options(parser: argparse._ActionsContainer, *options: str, **changes: Any) -> None:
-    """Add options that several commands share to a command's parser.
-
-    options: names of the options, such as "--json".
-    changes: arguments for argparse's `add_argument`, such as `help`, that replace the usual ones.
-    """
+    """Add options of `SHARED`, with `changes` of their arguments of add_argument."""
     for flags in options:
         parser.add_argument(*flags.split(), **SHARED[flags] | changes)
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, **changes: str) -> None:
-    """Add the argument MODEL, which names a checkpoint, to a command's parser.
-
-    changes: arguments for argparse's `add_argument`, such as `help`, that replace the usual ones.
-    """
     arguments = {"metavar": "MODEL", "help": "GGUF file, HF directory, catalogue name, or org/name on the hub"}
     add_model(parser, "model", **arguments | changes)
 
 
 def model_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Move the value of -m or --model to the start of `argv`, as a positional argument.
-
-    So a command that takes the model as its first argument also accepts -m MODEL, like llama.cpp.
-    """
+    """Move the value of -m or --model to the start, as a positional argument."""
     models: list[str] = []
     others: list[str] = []
     words = iter(argv)
@@ -166,16 +155,12 @@ def model_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[st
 
 
 def note_ignored(args: argparse.Namespace) -> None:
-    """Print a message if -ngl, which has no effect in castiron, is not 0."""
     if getattr(args, "n_gpu_layers", "0") != "0":
         print_message(f"no effect: -ngl {args.n_gpu_layers}; to use a GPU, run castiron compile --target vulkan")
 
 
 def check_not_empty(args: argparse.Namespace) -> None:
-    """Raise a usage error for an empty path or name, which an unset variable of a script gives.
-
-    An empty option would count as one that is not given.
-    """
+    """Raise a usage error for an empty path or name, which an unset variable of a script gives."""
     for action in args.parser._actions:
         value = getattr(args, action.dest, None)
         if (
@@ -188,10 +173,7 @@ def check_not_empty(args: argparse.Namespace) -> None:
 
 
 def check_models_exist(args: argparse.Namespace) -> None:
-    """Check the arguments in `args` that name models, and correct the case of catalogue names.
-
-    Raises CheckpointError for an argument that is neither an existing path nor a known name.
-    """
+    """Check the arguments that name models, and correct the case of catalogue names."""
     for name in ("model", "bundle", "draft_model"):
         value = getattr(args, name, None)
         if isinstance(value, list):
@@ -201,10 +183,7 @@ def check_models_exist(args: argparse.Namespace) -> None:
 
 
 def existing_model(model: str) -> str:
-    """Return `model` if it is an existing path or a name on the hub or in the catalogue.
-
-    The case of a catalogue name is corrected. Raises CheckpointError for anything else.
-    """
+    """Return a path, or a name in its right case; CheckpointError for anything else."""
     if Path(model).exists() or HubName.read(model):
         return model
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name, not_found
@@ -215,10 +194,7 @@ def existing_model(model: str) -> str:
 
 
 def check_threads(args: argparse.Namespace) -> None:
-    """Raise PipelineError if --threads exceeds the number of this machine's CPUs.
-
-    Commands that use the threads of another machine are not checked.
-    """
+    """Raise PipelineError if --threads exceeds the CPUs of this machine, which uses them."""
     threads, cpus = getattr(args, "threads", None), os.cpu_count() or 1
     elsewhere = getattr(args, "target", "host") != "host" or getattr(args, "ray", None) not in (None, "local")
     if args.command != "emit" and not elsewhere and threads is not None and threads > cpus:
@@ -236,7 +212,6 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
 
 
 def compile_options(args: argparse.Namespace) -> "Options":
-    """Return the compiler's `Options` from the parsed arguments."""
     from castiron.pipelines.compile.compile_options import Options
 
     names = (
@@ -258,11 +233,7 @@ def default_bundle(model: str) -> Path:
 
 
 def add_model(parser: argparse.ArgumentParser, name: str = "bundle", **changes: str) -> None:
-    """Add the argument MODEL to a command's parser; the command also accepts -m MODEL.
-
-    name: attribute of the parsed arguments that contains the value.
-    changes: arguments for argparse's `add_argument`, such as `help`, that replace the usual ones.
-    """
+    """Add the argument MODEL, which is stored as `name`; the command also accepts -m MODEL."""
     arguments = {"metavar": "DIR|MODEL", "help": "bundle, GGUF file, HF directory, catalogue name, or org/name on the hub"}
     parser.add_argument(name, **arguments | changes)
     # For the help only: `model_first` replaces -m before the parser reads the arguments.
@@ -271,7 +242,6 @@ def add_model(parser: argparse.ArgumentParser, name: str = "bundle", **changes: 
 
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
-    """Add --threads, --device, --trust and -ngl, in an option group "loading"."""
     group = parser.add_argument_group("loading")
     add_options(group, "--threads", "--device", "--trust")
     group.add_argument(
@@ -280,13 +250,7 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
 
 
 def answer_limit(max_tokens: int | None) -> int | None:
-    """Convert the value of the option --max-tokens to the max number of tokens to generate.
-
-    max_tokens: the option's value; None if the option was not given, -1 for no limit.
-
-    Returns `DEFAULT_MAX_TOKENS` if the option was not given, and None for no limit. Raises
-    PipelineError for 0 and for numbers below -1.
-    """
+    """Return the max tokens that --max-tokens sets; None: no limit."""
     from castiron.pipelines.engine.request import DEFAULT_MAX_TOKENS
 
     if max_tokens is None:
@@ -297,11 +261,7 @@ def answer_limit(max_tokens: int | None) -> int | None:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool = False, speculates: bool = True) -> None:
-    """Add the options for sampling, stopping and speculative decoding.
-
-    model_default: whether defaults come from the model's generation_config, and repetition loops
-    are stopped by default. speculates: whether to add --speculative and --draft-model.
-    """
+    """Add the options of sampling; `model_default`: defaults are the model's own."""
     own = "the model's, else " if model_default else ""
     group = parser.add_argument_group("sampling", None if model_default else "Greedy unless --temperature is given.")
     for flag, kind, metavar, text in (
@@ -325,15 +285,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, model_default: bool
 
 
 def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None = None) -> "Sampling":
-    """Return the `Sampling` that the options in `args` set.
-
-    generation: the model's generation_config, which has the defaults; if it is None, the default is
-        greedy decoding.
-
-    Raises PipelineError for a value out of range, for an empty stop string, and for options such as
-    --top-k if decoding is greedy, because they have no effect then. With --temperature 0, such
-    options cause only a message.
-    """
+    """Return the `Sampling` of the options, with defaults of a generation_config; None: greedy."""
     from castiron.pipelines.engine.sampling import Sampling, model_sampling
     from castiron.pipelines.text.text_output import StopStrings
 
@@ -352,13 +304,7 @@ def sampling_of(args: argparse.Namespace, generation: Mapping[str, Any] | None =
 
 
 def prefix_store(args: argparse.Namespace, manifest: "Manifest", is_automatic: bool = False) -> "PrefixStore | None":
-    """Return the on-disk store of prefix caches that --prefix-cache selects; None for no store.
-
-    It saves the KV cache of the first tokens of a prompt, for later prompts with the same first
-    tokens.
-    is_automatic: whether to use a store in castiron's cache folder, only for long prefixes, if
-        --prefix-cache is not given.
-    """
+    """Return the store of --prefix-cache; if `is_automatic`, by default one of long prefixes."""
     if not 0 < args.prefix_cache_size < float("inf"):
         raise PipelineError(f"--prefix-cache-size is {args.prefix_cache_size:g}; give a number of gigabytes above 0")
     if args.prefix_cache == "none" or args.prefix_cache is None and not is_automatic:

@@ -52,12 +52,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def paths_of(name: str) -> list[Path]:
-    """Return the paths that `castiron rm` removes for a name or path.
-
-    These are bundles and, if the name is in the catalogue, the downloaded checkpoint. Raises
-    PipelineError if `name` is the path of a bundle, or of a checkpoint with a cached bundle, and
-    also a name in the cache.
-    """
+    """Return the bundles and the downloaded checkpoint of a name or path."""
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name
     from castiron.pipelines.compile.open_model import bundle_name
 
@@ -82,10 +77,7 @@ def paths_of(name: str) -> list[Path]:
 
 
 def process_using(path: Path) -> int | None:
-    """Return the id of another process that uses a file of the bundle at `path`, or None.
-
-    The function searches the open and mapped files in /proc, which only Linux has.
-    """
+    """Return the id of another process that uses a file of a bundle, or None; on Linux only."""
     location = os.path.realpath(path)
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -99,7 +91,6 @@ def process_using(path: Path) -> int | None:
 
 
 def remove(path: Path) -> int:
-    """Remove a bundle or a downloaded file, and return the number of bytes removed."""
     if path.is_file() or path.is_symlink():
         files = [path]
     elif path.parent == cache_path("bundles") and is_own(path):

@@ -133,12 +133,7 @@ def write_receipt(stream: Stream, path: str | None) -> None:
 
 
 def check_prompt(args: argparse.Namespace) -> None:
-    """Check the options that give a prompt: PROMPT (an argument), -p, -f or --tokens.
-
-    If none of the options is given, set args.prompt to PROMPT, or to "-", which means stdin, if
-    PROMPT is absent too. Raise PipelineError for options that exclude each other, and if there is
-    no prompt and stdin is a terminal.
-    """
+    """Check the options that give a prompt, and set args.prompt; "-" is stdin."""
     has_option = not (args.prompt is args.file is args.tokens is None)
     if args.words and has_option:
         args.parser.error(f"argument PROMPT ({' '.join(args.words)}): not allowed with -p, -f or --tokens")
@@ -157,12 +152,7 @@ def check_prompt(args: argparse.Namespace) -> None:
 
 
 def read_prompt(args: argparse.Namespace, bundle) -> tuple[list[int], Tokenizer | None, tuple[int, ...]]:
-    """Return (token ids of the prompt, tokenizer, additional end tokens).
-
-    With --suffix, the prompt is a fill-in-the-middle prompt, for which the model has additional end
-    tokens; without --suffix, there are none. The tokenizer is None only with --tokens, if the
-    bundle has no tokenizer or no option needs one.
-    """
+    """Return (token ids, tokenizer if needed, additional end tokens of --suffix)."""
     if args.tokens:
         encode_prompt(args.tokens, None, bundle.manifest.vocab)
         needed = args.stop or not args.json or args.json_schema or args.regex or args.grammar
@@ -191,10 +181,7 @@ def read_grammar(args: argparse.Namespace, text: Tokenizer | None) -> Grammar | 
 
 
 def prompt_text(args: argparse.Namespace) -> str:
-    """Return the text of the prompt, from --file, stdin, or PROMPT followed by the text on stdin.
-
-    Raises PipelineError if it is empty.
-    """
+    """Return the text of --file, of stdin, or of PROMPT and stdin."""
     if args.file:
         prompt, source = decoded(Path(args.file).read_bytes()), args.file
     elif args.prompt == "-":
@@ -209,10 +196,7 @@ def prompt_text(args: argparse.Namespace) -> str:
 
 
 def decoded(data: bytes) -> str:
-    """Decode UTF-8 bytes, without the byte order mark.
-
-    Invalid bytes become lone surrogates, which the tokenizer rejects with an error message.
-    """
+    """Decode UTF-8; invalid bytes become surrogates, which tokenizers reject."""
     return data.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape")
 
 
@@ -233,12 +217,6 @@ def rate(tokens: int, seconds: float) -> float | None:
 
 
 def report(stream: Stream, text: str | None, reasoning: str | None, load_seconds: float) -> dict:
-    """Return the object that `castiron run --json` prints.
-
-    stream: the finished generation.
-    text, reasoning: the answer and its reasoning, or None.
-    load_seconds: time to load the model.
-    """
     request = stream.request
     return {
         "tokens": stream.tokens,
@@ -257,11 +235,6 @@ def report(stream: Stream, text: str | None, reasoning: str | None, load_seconds
 
 
 def speed(stream: Stream, thinking: bool) -> str:
-    """Return the line to print after an answer: its speed, and why it ended.
-
-    stream: the finished generation.
-    thinking: whether generation ended inside the reasoning.
-    """
     request = stream.request
     cached = f" ({request.cached} cached)" if request.cached else ""
     parts = [f"prompt {len(request.prompt)} tokens{cached}, first token after {stream.prefill_seconds * 1e3:.0f} ms"]
@@ -280,11 +253,7 @@ def speed(stream: Stream, thinking: bool) -> str:
 
 
 class AnswerOutput:
-    """A writer that prints an answer while it is generated.
-
-    On a terminal, control characters are escaped and reasoning is dimmed. In a pipe, the text is
-    unchanged and reasoning is left out.
-    """
+    """A writer of a growing answer; reasoning is dimmed, and left out in a pipe."""
 
     def __init__(self, out: TextIO | None = None):
         self.out = out or sys.stdout
@@ -294,7 +263,6 @@ class AnswerOutput:
         self.thinking = False
 
     def write(self, part: str) -> None:
-        """Print a piece of the answer. A piece of the type `Reasoning` is dimmed or left out."""
         text = sanitised(part) if self.shown else part
         if isinstance(part, Reasoning):
             self.thinking = True

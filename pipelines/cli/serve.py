@@ -131,7 +131,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise PipelineError for options that are out of range or exclude each other."""
     ranges = (
         ("port", 0 <= args.port < 65536, "between 0 and 65535"),
         ("temperature", args.temperature is None or 0 <= args.temperature <= 2, "between 0 and 2"),
@@ -166,10 +165,7 @@ def origins(args: argparse.Namespace) -> list[str]:
 
 
 def api_keys(args: argparse.Namespace) -> list[str]:
-    """Return the API keys that clients may use: those of --api-key and of CASTIRON_API_KEY.
-
-    Raises PipelineError if a key is empty.
-    """
+    """Return the keys of --api-key and CASTIRON_API_KEY; PipelineError if one is empty."""
     if not all(key.strip() for key in args.api_key):
         raise PipelineError("--api-key is empty; give a key, or leave the option out to serve without authentication")
     given = os.environ.get(KEY_VARIABLE)

@@ -87,10 +87,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def table(result: dict) -> list[str]:
-    """Return the lines to print for a result of castiron tune: a row for each matmul and a summary.
-
-    result: the object that --json prints.
-    """
     rows = result["matmuls"]
     width = max((len(row["name"]) for row in rows), default=0)
     lines = [f"{'matmul':{width}}  {'function':13} {'default':>10} {'gain':>6}  tiles"]

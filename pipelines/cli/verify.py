@@ -86,10 +86,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def line(facts: dict) -> str:
-    """Return the line to print for one prompt: whether all tokens equal HF's, or where they differ.
-
-    facts: the prompt's object in the list `prompts` that --json prints.
-    """
     head = f"{facts['name']:<20.20}  {facts['prompt_tokens']:>5} + {len(facts['tokens'])} tokens  "
     if facts["exact"]:
         return f"exact   {head}HF's smallest margin {facts['smallest_hf_margin']:.4f}"
