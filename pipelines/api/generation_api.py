@@ -22,7 +22,7 @@ from castiron.pipelines.engine.request import free_positions
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import check_variables
-from castiron.pipelines.text.fim import Fim, fim_of
+from castiron.pipelines.text.fill_in_the_middle import Fim, fim_of
 from castiron.pipelines.text.grammar import Grammar, GrammarBusy, GrammarError
 from castiron.pipelines.text.text_output import text_request
 from castiron.pipelines.text.tokenizer import Tokenizer

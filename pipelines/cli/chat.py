@@ -244,7 +244,7 @@ def change(chat: "Chat", name: str, value: str) -> None:
     from castiron.pipelines.engine.sampling import Sampler
 
     if name == "system":
-        chat.instruct(None if value == NONE else value)
+        chat.set_system_prompt(None if value == NONE else value)
     elif name == "max-tokens":
         chat.max_tokens = options.answer_limit(int(_number(name, value, int)))
     elif name in SAMPLING:

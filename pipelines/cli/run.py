@@ -25,7 +25,7 @@ from castiron.pipelines.engine.memory import peak_rss_mb
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import DIM, PLAIN, Progress, counted, print_message, sanitised
 from castiron.pipelines.text.chat_template import prepare
-from castiron.pipelines.text.fim import fim_of
+from castiron.pipelines.text.fill_in_the_middle import fim_of
 from castiron.pipelines.text.generation import Stream, encode_prompt, encode_question
 from castiron.pipelines.text.reasoning import Reasoning
 from castiron.pipelines.text.text_output import text_request

@@ -51,7 +51,7 @@ class Chat:
         """Remove all messages except the system message; the states (KV cache) stay cached."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
-    def instruct(self, system: str | None) -> None:
+    def set_system_prompt(self, system: str | None) -> None:
         """Replace the system message by `system`, or remove it if `system` is None."""
         others = [message for message in self.messages if message["role"] != "system"]
         self.system = system

@@ -158,9 +158,9 @@ def test_a_new_system_message_keeps_the_conversation(make):
     chat = make(system="x")
     reply(chat, "bc")
     replies = chat.messages[1:]
-    chat.instruct("yz")
+    chat.set_system_prompt("yz")
     assert chat.messages == [{"role": "system", "content": "yz"}, *replies]
-    chat.instruct(None)
+    chat.set_system_prompt(None)
     assert chat.messages == replies
     chat.reset()
     assert chat.messages == []

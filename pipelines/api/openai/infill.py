@@ -14,7 +14,7 @@ from castiron.pipelines.api.replies import ChoicesReply
 from castiron.pipelines.api.request_body import Body, Unsupported
 from castiron.pipelines.api.schemas import CompletionFields
 from castiron.pipelines.engine.request import Finished, Request
-from castiron.pipelines.text.fim import LineStops
+from castiron.pipelines.text.fill_in_the_middle import LineStops
 from castiron.pipelines.text.text_output import Delta
 from castiron.pipelines.text.tokenizer import TokenBytes
 

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.text.fim import FAMILIES, LineStops, fim_of
+from castiron.pipelines.text.fill_in_the_middle import FAMILIES, LineStops, fim_of
 from castiron.pipelines.text.tokenizer import Tokenizer
 
 LETTERS = ["?", *map(chr, range(0x20, 0x7F)), "\n", "\u2581", "\u263a"]
