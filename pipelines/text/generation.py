@@ -278,7 +278,7 @@ def check_draft(draft: Bundle, target: Bundle) -> None:
 def check_verifies(target: Bundle) -> None:
     """Raise PipelineError if a bundle cannot check the tokens that a draft model proposes."""
     if not target.manifest.widths("verify"):
-        raise PipelineError(f"{target.path} has no verify functions, which a draft needs; compile with --verify-widths 2,4,8")
+        raise PipelineError(f"{target.path} has no verify functions for a draft; compile it with --verify-widths 2,4,8")
 
 
 @dataclass(frozen=True)

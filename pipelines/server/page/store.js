@@ -6,27 +6,21 @@
 // Earlier versions of the page called `reasoning` `thoughts`.
 const PREFIX = `castiron ${location.pathname} `;
 const CHAT = `${PREFIX}chat `, SETTINGS = `${PREFIX}settings`;
-const ROLES = ["user", "assistant"], ENDS = ["", "stop", "length", "repetition", "stopped", "broken", "tool_calls"];
+const ROLES = ["user", "assistant"];
 const TITLE = 80;
 
 export const create = () => ({ id: crypto.getRandomValues(new Uint32Array(3)).join("-"), title: "", changed: Date.now(), nodes: [], head: -1, from: -1 });
 
-const text = (value, max = Infinity) => typeof value === "string" && value.length <= max;
-
-// Returns a conversation with exactly its fields, or throws an Error that names what is invalid.
-function checked(given) {
-  const bad = what => { throw new Error(what); };
-  if (!text(given?.id, 60) || !text(given.title, 1000) || !Array.isArray(given.nodes)) bad("a conversation lacks its id, title or nodes");
-  const nodes = given.nodes.map((node, index) => {
-    if (!ROLES.includes(node?.role) || !text(node.content)) bad(`message ${index + 1} of a conversation has no role or content`);
-    const { role, content, parent } = node, above = given.nodes[parent];
-    if (!Number.isInteger(parent) || parent < -1 || parent >= index || (above?.role ?? "assistant") === role) bad(`message ${index + 1} of a conversation has an invalid parent`);
-    const more = { reasoning: [node.reasoning, node.thoughts].find(one => text(one)) ?? "", end: ENDS.includes(node.end) ? node.end : "", stats: text(node.stats, 300) ? node.stats : "" };
-    const calls = [node.calls].flat().filter(call => text(call?.name) && text(call.arguments)).map(call => ({ name: call.name, arguments: call.arguments }));
-    return role === "user" ? { role, content, parent } : { role, content, parent, ...more, calls };
+// Returns a stored conversation; throws an Error if it is damaged.
+function checked({ id, title, changed, nodes, head, from }) {
+  const made = nodes.map((node, index) => {
+    const { role, content, parent, end = "", stats = "", calls = [] } = node, reasoning = node.reasoning ?? node.thoughts ?? "";
+    const texts = [title, role, content, end, stats, reasoning, ...calls.flatMap(call => [call.name, call.arguments])];
+    if (!ROLES.includes(role) || texts.some(text => typeof text !== "string") || !(parent === -1 || (parent < index && nodes[parent]))) throw new Error("damaged");
+    return role === "user" ? { role, content, parent } : { role, content, parent, reasoning, calls, end, stats };
   });
-  const at = value => (Number.isInteger(value) && value >= -1 && value < nodes.length ? value : nodes.length - 1);
-  return { id: given.id, title: given.title.slice(0, TITLE), changed: Number(given.changed) || 0, nodes, head: at(given.head), from: at(given.from ?? -1) };
+  const at = value => (made[value] ? value : -1);
+  return { id, title, changed, nodes: made, head: at(head ?? made.length - 1), from: at(from) };
 }
 
 function read(key) {
