@@ -84,14 +84,14 @@ def open_adapter(path: Path) -> Adapter:
     parts: dict[str, dict[str, np.ndarray]] = {}
     replaced: dict[str, Tensor] = {}
     for name, tensor in read_safetensors(path / WEIGHTS).items():
-        own = name.removeprefix(_PREFIX)
-        part = _PART.fullmatch(own)
+        base_name = name.removeprefix(_PREFIX)
+        part = _PART.fullmatch(base_name)
         if part is None:
-            if ".lora_" in own:
+            if ".lora_" in base_name:
                 raise CheckpointError(f"{path}: {shorten_text(name)} is not a plain LoRA matrix; {_MERGE}")
             # In an adapted layer, the original weight or bias is in the submodule base_layer.
-            own = own.replace(".base_layer.", ".")
-            replaced[own] = replace(tensor, name=own)
+            base_name = base_name.replace(".base_layer.", ".")
+            replaced[base_name] = replace(tensor, name=base_name)
             continue
         module, embedding, side, _ = part.groups()
         values = tensor.dequantise()
@@ -171,8 +171,8 @@ def _config(path: Path) -> dict:
     numbers = {"r": [config["r"]], "lora_alpha": [config["lora_alpha"]]}
     for key in ("rank_pattern", "alpha_pattern"):
         numbers[key] = list(config[key].values()) if isinstance(config[key], dict) else [None]
-    for key, found in numbers.items():
-        if not all(isinstance(n, int | float) and not isinstance(n, bool) and abs(n) < 2**31 for n in found):
+    for key, entries in numbers.items():
+        if not all(isinstance(n, int | float) and not isinstance(n, bool) and abs(n) < 2**31 for n in entries):
             wanted = "an object of numbers" if key.endswith("pattern") else "a number"
             raise CheckpointError(f"{path / CONFIG}: {key} is {shorten(config[key])}, not {wanted} below 2**31")
     return config
@@ -203,8 +203,8 @@ def _pair(path: Path, config: dict, module: str, sides: dict[str, np.ndarray]) -
 
 def _change(name: str, b: np.ndarray, a: np.ndarray, scale: float, transposed: bool) -> Tensor:
     def read() -> np.ndarray:
-        found = (b @ a) * np.float32(scale)
-        return np.ascontiguousarray(found.T if transposed else found).view(np.uint8)
+        delta = (b @ a) * np.float32(scale)
+        return np.ascontiguousarray(delta.T if transposed else delta).view(np.uint8)
 
     shape = len(b), a.shape[1]
     return Tensor(name, shape[::-1] if transposed else shape, "f32", name, read)

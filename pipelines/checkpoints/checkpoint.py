@@ -161,9 +161,9 @@ def reject_impossible_sizes(path: Path, config: Mapping, shapes: Mapping[str, tu
     """Raise CheckpointError if a size in the config exceeds what the tensors' `shapes` allow."""
     numbers = [[part for part in name.split(".") if part.isdecimal()] for name in shapes]
     # Experts are tensors such as model.layers.3.mlp.experts.7.up_proj.weight, or one tensor [experts, out, in].
-    layers = len({found[0] for found in numbers if found})
+    layers = len({indices[0] for indices in numbers if indices})
     stacked = max((shape[0] for shape in shapes.values() if len(shape) == 3), default=0)
-    experts = max(stacked, len({found[1] for found in numbers if len(found) > 1}))
+    experts = max(stacked, len({indices[1] for indices in numbers if len(indices) > 1}))
     extent = max((size for shape in shapes.values() for size in shape), default=0)
     for keys, max_value, tensor_sizes in (
         (_LAYERS, layers, f"the tensors have {layers} layers"),
@@ -229,9 +229,7 @@ def check_finite(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a tensor has infinities or NaNs."""
     for tensor in checkpoint.tensors.values():
         if not are_finite(tensor.codec, tensor.data):
-            raise CheckpointError(
-                f"{checkpoint.path}: {shorten_text(tensor.name)} has infinities or NaNs; download the model again"
-            )
+            raise CheckpointError(f"{checkpoint.path}: {shorten_text(tensor.name)} has infinities or NaNs")
 
 
 def tokenizer_of(content: Mapping[str, Any], path: object) -> Any:

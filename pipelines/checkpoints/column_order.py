@@ -16,10 +16,10 @@ ORDER = "column_order"
 
 def column_orders(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors without repeated orders, and {name of a weight: name of its order}."""
-    found, orders, names = dict(tensors), dict[str, str](), dict[bytes, str]()
+    distinct, orders, names = dict(tensors), dict[str, str](), dict[bytes, str]()
     for name, tensor in tensors.items():
         if name.endswith(f".{ORDER}"):
             orders[name.removesuffix(ORDER) + "weight"] = known = names.setdefault(tensor.data.tobytes(), name)
             if known != name:
-                del found[name]
-    return found, orders
+                del distinct[name]
+    return distinct, orders

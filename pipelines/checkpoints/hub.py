@@ -82,7 +82,7 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
     files = {file: size for file, size in sizes.items() if file.endswith(".gguf") and not _NOT_A_MODEL.search(file)}
     # A model in parts is its first part, with the size of all.
     parts = {file: parts_of(file) for file in files}
-    further = {part for found in parts.values() for part in found[1:]}
+    further = {part for names in parts.values() for part in names[1:]}
     files = {file: sum(sizes.get(part, 0) for part in parts[file]) for file in files if file not in further}
     by_size = sorted(files.items(), key=lambda item: item[1])
     listed = shorten_list([f"{file} ({megabytes(size)})" for file, size in by_size], max_length=500)
@@ -94,9 +94,7 @@ def chosen(name: HubName, sizes: Mapping[str, int], repository: str) -> str | No
         if files:
             raise CheckpointError(f"{repository} has several GGUF files, {listed}; choose one as in {name}:Q4_K_M")
         if "adapter_config.json" in sizes:
-            raise CheckpointError(
-                f"{repository} is an adapter; give its base model as the model, and the adapter with --adapter DIR"
-            )
+            raise CheckpointError(f"{repository} is an adapter; give its base model, and the adapter with --adapter DIR")
         raise CheckpointError(f"{repository} has no GGUF file, and no {CONFIG} with {SINGLE} or {INDEX}; give another name")
     matching = [file for file in files if _matches(file, name.wanted)]
     if len(matching) == 1:
@@ -180,10 +178,10 @@ def _download(name: HubName, snapshot: Path, files: Mapping[str, HubFile], progr
                 etag_timeout=_TIMEOUT, tqdm_class=lambda **_: _Bar(path, file.size, report),
             )  # fmt: skip
         fetched = snapshot / path
-        if file.sha256 is not None and (found := Part.of(fetched).sha256()) != file.sha256:
+        if file.sha256 is not None and (digest := Part.of(fetched).sha256()) != file.sha256:
             fetched.resolve().unlink()
             fetched.unlink()
-            raise CheckpointError(f"{path} of {name} has sha256 {found}, but the hub lists {file.sha256}; try again")
+            raise CheckpointError(f"{path} of {name} has sha256 {digest}, but the hub lists {file.sha256}; try again")
         done += file.size
     if missing and progress:
         progress("fetch", 1.0)

@@ -141,13 +141,13 @@ def _arithmetic(matmuls: Sequence[Matmul], target: Target) -> dict[str, int]:
 
 def work_of(function: Graph, context: int) -> dict[str, dict]:
     """Return the fields of `manifest.KernelWork` for each kernel of a function, by its name."""
-    found: dict[str, dict] = {}
+    work: dict[str, dict] = {}
     weights = {value for op in function.ops if op.kind == "parameter" for value in op.results}
     for op in function.ops:
         if op.kind != "kernel":
             continue
         kernel = op.attrs["kernel"]
-        entry = found.setdefault(kernel.name, {"paths": [], "calls": 0})
+        entry = work.setdefault(kernel.name, {"paths": [], "calls": 0})
         path = re.sub(r"\.\d+(?=\.|$)", ".*", op.path) or "output"
         if path not in entry["paths"]:
             entry["paths"].append(path)
@@ -162,4 +162,4 @@ def work_of(function: Graph, context: int) -> dict[str, dict]:
             entry["weights"] = 0 if second[1] > first[1] else min(weight_bytes, first[1])
             if kernel.matmul:
                 entry["tokens"] = kernel.matmul.tokens
-    return found
+    return work

@@ -108,12 +108,12 @@ def measure(checkpoint: Checkpoint, chunks: Sequence[list[int]], progress: Progr
         write_parameters(weights, checkpoint, module, UNIFORM, lambda done: progress("pack for calibration", done))
         loaded = Loaded(Part.of(weights).map(), {vmfb.name: vmfb.read_bytes()}, threads)
         sums = _run(loaded, function, names, chunks, progress)
-    found = {}
+    importance = {}
     for groups, totals in zip(names, sums, strict=True):
         for group, total in zip(groups, totals.reshape(len(groups), -1), strict=True):
             for name in group:
-                found[name] = np.maximum(total / max(total.mean(), 1e-30), MIN_SHARE).astype(np.float32)
-    return found
+                importance[name] = np.maximum(total / max(total.mean(), 1e-30), MIN_SHARE).astype(np.float32)
+    return importance
 
 
 def sum_squared_inputs(model: ModelModule, function: Graph) -> list[tuple[str, ...]]:

@@ -166,11 +166,7 @@ def compile_model(
     with BundleWriter(out) as writer:
         texts = module_texts(module) | ({DEVICE: probes.text} if probes else {})
         # A child process checks the tokenizer, and hashing releases the GIL.
-        works = (
-            lambda: write_tokenizer(writer),
-            lambda: pack(writer),
-            lambda: checkpoint_sha256(checkpoint.path),
-        )
+        works = (lambda: write_tokenizer(writer), lambda: pack(writer), lambda: checkpoint_sha256(checkpoint.path))
         with _in_threads(works, cancelled) as futures:
             compiling.set()
             with stage("compile"):
@@ -246,12 +242,12 @@ def _key(path: Path, options: Options, target: Target, compiler: str) -> str:
     path = path.resolve()
     # Chat templates for tools, and the layers after an encoder's pooling, are in separate folders.
     inner = "*/*" if (path / MODULES).exists() else "additional_chat_templates/*"
-    own = [*path.iterdir(), *path.glob(inner)] if path.is_dir() else []
-    own = own or [*map(path.with_name, parts_of(path.name))]
+    inputs_read = [*path.iterdir(), *path.glob(inner)] if path.is_dir() else []
+    inputs_read = inputs_read or [*map(path.with_name, parts_of(path.name))]
     weights = adapter_sha256(Path(options.adapter)) if options.adapter else None
     if options.adapter:  # its tokenizer and template
-        own += Path(options.adapter).resolve().iterdir()
-    files = sorted(p for p in own if p.is_file())  # content is not read
+        inputs_read += Path(options.adapter).resolve().iterdir()
+    files = sorted(p for p in inputs_read if p.is_file())  # content is not read
     stamps = [(os.path.relpath(p, path), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     chosen = asdict(options) | {"threads": options.threads_or_cores}
     del chosen["tuned"]  # compared as tiles

@@ -102,10 +102,7 @@ class Options:
         if not self.lowering:
             object.__setattr__(self, "lowering", GPU_LOWERING if is_gpu(self.target) else "kernels")
         if self.lowering == ("kernels" if is_gpu(self.target) else GPU_LOWERING):
-            raise EmitError(
-                f"lowering {self.lowering!r} does not support target {self.target}; leave the lowering out "
-                "to use the default of the target"
-            )
+            raise EmitError(f"lowering {self.lowering!r} does not support target {self.target}; leave the lowering out")
         known = {"weights": WEIGHTS, "numerics": NUMERICS, "kv_cache_type": STORAGE, "lowering": LOWERINGS}
         for name, allowed in known.items():
             if getattr(self, name) not in allowed:
@@ -116,17 +113,15 @@ class Options:
                 raise EmitError(f"{name} is {', '.join(map(str, sizes))}; give distinct sizes from 2 to {limit}")
         if self.calibrate and self.weights not in QUANTISED:
             raise EmitError(
-                f"cannot calibrate unquantised weights: weights is {self.weights!r}; use a quantised type "
-                "such as q4_k, or leave calibrate out"
+                f"cannot calibrate weights {self.weights!r}; use a quantised type such as q4_k, or leave calibrate out"
             )
         if self.max_context is not None and self.max_context < (self.context or 1):
             raise EmitError(f"max_context is {self.max_context}; it must be at least the context, {self.context or 1}")
         if self.threads is not None and self.threads < 1:
             raise EmitError(f"threads is {self.threads}; it must be at least 1")
         if bad := [flag for flag in self.iree_flags if not flag.startswith("--")]:
-            raise EmitError(
-                f"flag of iree-compile does not start with --: {bad[0]!r}; give it as in --iree-flag=--iree-opt-level=O2"
-            )
+            example = "--iree-flag=--iree-opt-level=O2"
+            raise EmitError(f"flag of iree-compile does not start with --: {bad[0]!r}; give it as in {example}")
 
     def for_one_sequence(self) -> Options:
         """Return a copy with only the functions for one prompt at a time."""

@@ -34,8 +34,8 @@ def extract_layer(module: Module, layer: int) -> Module:
 
 def layer_of(op: Op) -> int | None:
     """Return the index of an operation's layer; None outside the layers."""
-    found = LAYER.search(op.path)
-    return int(found[1]) if found else None
+    match = LAYER.search(op.path)
+    return int(match[1]) if match else None
 
 
 def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None:
@@ -43,9 +43,9 @@ def _restrict(module: Module, function: Graph, layer: int, into: Module) -> None
     read = {v for op in block for v in op.operands}
     # Operations without operands are copied if the layer reads them: rotary tables, for example, are in the first layer.
     copied = [op for op in function.ops if layer_of(op) == layer or (not op.operands and read.intersection(op.results))]
-    own = {v for op in copied for v in op.results}
+    defined = {v for op in copied for v in op.results}
     names = _names(function)
-    arguments = {names[v]: v for op in block for v in op.operands if v not in own}
+    arguments = {names[v]: v for op in block for v in op.operands if v not in defined}
     results = {names[v]: v for op in block for v in op.results if v in names}
     with into.function(function.name, **{name: v.type for name, v in arguments.items()}) as inputs:
         mapped = dict(zip(arguments.values(), inputs))

@@ -71,8 +71,8 @@ def make_probes(checkpoint: Checkpoint, options: Options) -> Probes:
         with module.function(f"matmul_{codec}"):
             vector = module.weight(Weight(f"{SCOPE}.x{columns}", x.shape, values=lambda x=x: x))
             weight = module.weight(Weight(name, (len(data), columns), codec))
-            given = build(LAYERS, "values", (vector,), (vector.type,))[0]
-            current_function().returns({}, y=layers.project(given, weight))
+            activations = build(LAYERS, "values", (vector,), (vector.type,))[0]
+            current_function().returns({}, y=layers.project(activations, weight))
     lowered = lower(module, options.lowering)
     parameters = {
         param.name: np.ascontiguousarray(param.source.pack(*(raw[tensor] for tensor, _ in param.source.tensors)))
@@ -89,13 +89,13 @@ def _activations(count: int) -> np.ndarray:
 def decode_on_cpu(checkpoint: Checkpoint, options: Options, importance: Importance) -> KnownLogits | None:
     """Return logits of decode steps; None for an embedding model, or more than `MAX_BYTES`."""
     target = TARGETS["host"]
-    own = replace(
+    cpu_options = replace(
         options, target="host", lowering="kernels" if target.isa else "portable", numerics="exact", context=STEPS,
         max_context=STEPS, prefill=(), batch=(), verify_widths=(), embed=(), iree_flags=(),
     )  # fmt: skip
     if checkpoint.encoding is not None:
         return None
-    module = build_module(checkpoint, own, target)
+    module = build_module(checkpoint, cpu_options, target)
     if sum(param.type.nbytes for param in module.params.values()) > MAX_BYTES:
         return None
     function = module.functions["decode_step"]
@@ -110,8 +110,8 @@ def decode_on_cpu(checkpoint: Checkpoint, options: Options, importance: Importan
         token, position = loaded.zeros((), "i32"), loaded.zeros((), "i32")
         states = [loaded.zeros(state.shape, state.dtype) for state in function.states]
         call, rows = Call(loaded, function.entry, (token, position, *states)), []
-        for step, given in enumerate(tokens):
-            token.words[0], position.words[0] = given, step
+        for step, next_token in enumerate(tokens):
+            token.words[0], position.words[0] = next_token, step
             call.invoke()
             rows.append(call.floats(1))
     ids = sorted({*(int(row.argmax()) for row in rows), *range(0, vocab, max(1, vocab // IDS))})

@@ -34,9 +34,9 @@ def kernel_module(kernel: Kernel, storage: bool = False) -> Module:
     in_place = {**{name: f"{name}_storage" for name in kernel.results if storage}, **kernel.in_place}
     buffers = {operand: kernel.results[name] for name, operand in in_place.items() if operand not in kernel.tensors}
     with module.function("call", **kernel.tensors, **buffers) as inputs:
-        given = dict(zip([*kernel.tensors, *buffers], inputs, strict=True))
-        results = kernel_call(kernel, **{n: given[n] for n in kernel.tensors}, **dict.fromkeys(kernel.indices, 0))
-        current_function().returns({i: given[in_place[name]] for i, name in enumerate(results) if name in in_place}, **results)
+        values = dict(zip([*kernel.tensors, *buffers], inputs, strict=True))
+        results = kernel_call(kernel, **{n: values[n] for n in kernel.tensors}, **dict.fromkeys(kernel.indices, 0))
+        current_function().returns({i: values[in_place[name]] for i, name in enumerate(results) if name in in_place}, **results)
     check(module, LOWERED)
     return module
 
@@ -176,9 +176,8 @@ def named_kernel(name: str, shape: str, *, tokens: int | None = None, **options:
     if len(words) != len(kind.shape.split("x")) or not all(w.isascii() and w.isdigit() and int(w) for w in words):
         raise PipelineError(f"shape {shape!r} does not fit {name}; --shape takes {kind.shape}, such as {kind.example}")
     if kind.shape == HEADS_SHAPE and (sizes := list(map(int, words)))[0] % sizes[1]:
-        raise PipelineError(
-            f"shape {shape!r} does not fit {name}: {sizes[0]} heads are not a multiple of {sizes[1]} kv heads; change --shape"
-        )
+        problem = f"{sizes[0]} heads are not a multiple of {sizes[1]} kv heads"
+        raise PipelineError(f"shape {shape!r} does not fit {name}: {problem}; change --shape")
     default, minimum, maximum = kind.tokens
     tokens = default if tokens is None else tokens
     if tokens < minimum or (maximum is not None and tokens > maximum):

@@ -50,9 +50,7 @@ def open_or_compile(
     path = model.path if isinstance(model, Bundle) else Path(model).expanduser()
     if is_bundle(model):
         if options is not None:
-            raise PipelineError(
-                f"{path} is already compiled, so compiler options have no effect; remove the options, or give the checkpoint"
-            )
+            raise PipelineError(f"{path} is already compiled; remove the compiler options, or give the checkpoint")
         return open_bundle(model if isinstance(model, Bundle) else path, full_check=full_check)
     from castiron.pipelines.checkpoints.catalogue import canonical_name
     from castiron.pipelines.compile.compile_model import existing
@@ -104,8 +102,10 @@ def check_draft_model(
             return  # `open_draft` compares these
         check_verifies(open_bundle(model if isinstance(model, Bundle) else Path(model).expanduser()))
     with Progress(quiet=progress is not None) as bar:
-        found = [_vocabulary(*each, progress or bar) for each in ((draft, Options.for_draft()), (model, options or Options()))]
-    check_vocabularies(*found)
+        vocabularies = [
+            _vocabulary(*each, progress or bar) for each in ((draft, Options.for_draft()), (model, options or Options()))
+        ]
+    check_vocabularies(*vocabularies)
 
 
 def _vocabulary(model: str | Path | Bundle, options: Options, progress: Report) -> Vocabulary:
@@ -145,8 +145,8 @@ def compile_to(
 
     announce = (lambda: print_message(message)) if message else lambda: None
     with _lock, Progress(quiet=progress is not None) as bar:
-        found = compile_model(model, out, options, progress or bar, evaluate=evaluate, packed=packed, announce=announce)
-    return found.bundle
+        report = compile_model(model, out, options, progress or bar, evaluate=evaluate, packed=packed, announce=announce)
+    return report.bundle
 
 
 def options_of(**options: Any) -> Options:
@@ -178,10 +178,8 @@ def require_generation(bundle: Bundle) -> Bundle:
 def require_cpu(bundle: Bundle, command: str) -> Bundle:
     """Return the bundle; raise PipelineError if it is compiled for a GPU."""
     if bundle.manifest.target.driver:
-        raise PipelineError(
-            f"castiron {command} measures CPU kernels, but this bundle is compiled for a GPU: {bundle.path}; "
-            "compile the model without --target"
-        )
+        problem = f"castiron {command} measures CPU kernels, but {bundle.path} is compiled for a GPU"
+        raise PipelineError(f"{problem}; compile the model without --target")
     return bundle
 
 

@@ -99,7 +99,7 @@ def _converted(file: GgufFile, tensor: Tensor, codec: str, names: list[str], imp
         parts = tensor.data.reshape(-1, *tensor.data.shape[-2:])
         of_parts = [importance.get(names[index * len(names) // len(parts)]) for index in range(len(parts))]
         matrices = [replace(tensor, read=lambda part=part: part) for part in parts]
-        return np.stack([convert_tensor(matrix, codec, file.path, own) for matrix, own in zip(matrices, of_parts)])
+        return np.stack([convert_tensor(matrix, codec, file.path, of_part) for matrix, of_part in zip(matrices, of_parts)])
 
     return replace(tensor, codec=codec, read=read)
 
@@ -108,11 +108,11 @@ def _exported(checkpoint: Checkpoint, options: Options, importance: Importance) 
     config, codecs = export.flat_config(checkpoint.config), codecs_of(checkpoint, options.weights, options.requantise)
 
     def read(name: str, codec: str, columns: np.ndarray | None) -> np.ndarray:
-        tensor, own = checkpoint.tensors[name], importance.get(name)
+        tensor, factors = checkpoint.tensors[name], importance.get(name)
         if columns is not None:
             rows = np.ascontiguousarray(tensor.dequantise()[:, columns]).view(np.uint8)
-            tensor, own = replace(tensor, codec="f32", read=lambda: rows), None if own is None else own[columns]
-        return convert_tensor(tensor, codec, checkpoint.path, own)
+            tensor, factors = replace(tensor, codec="f32", read=lambda: rows), None if factors is None else factors[columns]
+        return convert_tensor(tensor, codec, checkpoint.path, factors)
 
     tensors = export.export_tensors(checkpoint, config, codecs, read)
     (name, _), vocab = export.architecture_for(checkpoint), read_config(checkpoint.config).vocab

@@ -78,8 +78,8 @@ def read_findings() -> tuple[Finding, ...]:
 
 def add_findings(findings: Iterable[Finding]) -> bool:
     """Store results, which replace earlier ones; return whether the file could be written."""
-    found = {(finding.key, finding.product): finding for finding in (*read_findings(), *findings)}
-    text = json.dumps(to_json(_Store(SCHEMA, tuple(found.values()))), indent=1)
+    merged = {(finding.key, finding.product): finding for finding in (*read_findings(), *findings)}
+    text = json.dumps(to_json(_Store(SCHEMA, tuple(merged.values()))), indent=1)
     return keep(store_path(), text.encode() + b"\n")
 
 
@@ -91,8 +91,8 @@ def tuned_tiles(options: Options, target: Target) -> TileFields:
     """Return the tiles that `castiron tune` found for this machine, if the options can use them."""
     if not options.tuned or options.target != "host" or options.lowering != "kernels":
         return {}
-    found = findings_of(key_of(target, options.threads_or_cores))
-    return {name: finding.tiles for name, finding in found.items() if finding.tiles is not None}
+    findings = findings_of(key_of(target, options.threads_or_cores))
+    return {name: finding.tiles for name, finding in findings.items() if finding.tiles is not None}
 
 
 def tiles_for(matmul: Matmul, tuned: TileFields, isa: Isa, threads: int) -> Tiles | None:

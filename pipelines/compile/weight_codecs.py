@@ -85,12 +85,12 @@ def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str
     tied = config.get("tie_word_embeddings") or _HEAD not in checkpoint.tensors
     heads = _EMBEDDINGS if tied else (_HEAD,)
     # Count only layers with such a tensor, because in a hybrid model only some have value projections.
-    found = {
+    layers_with = {
         pattern: sorted({_layer_of(m.name) for m in matrices if pattern.fullmatch(m.name)}) for pattern in (_VALUES, _DOWN)
     }
 
     def more_bits(name: str, pattern: re.Pattern) -> bool:
-        layer, layers = found[pattern].index(_layer_of(name)), len(found[pattern])
+        layer, layers = layers_with[pattern].index(_layer_of(name)), len(layers_with[pattern])
         return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
     def mixed_codec(name: str) -> str:
@@ -108,8 +108,8 @@ def _mixed(checkpoint: Checkpoint, matrices: list[Tensor], mix: str) -> dict[str
 
 
 def _layer_of(name: str) -> int:
-    found = _LAYER.match(name)
-    return int(found[1]) if found else -1
+    match = _LAYER.match(name)
+    return int(match[1]) if match else -1
 
 
 def convert_tensor(tensor: Tensor, codec: str, path: Path, importance: np.ndarray | None = None) -> np.ndarray:

@@ -255,7 +255,7 @@ def test_shared_keys_and_values_are_left_out(tmp_path):
         ("attention.sliding_window_pattern", [True] * 5, "not a flag for each of 5 layers"),
         ("attention.sliding_window", 0, "attention.sliding_window is 0"),
         ("attention.shared_kv_layers", 5, "shared_kv_layers is 5, not less than 5"),
-        ("attention.head_count_kv", [2, 2, 1, 2, 2], "the number of heads., equal in layers of one type"),
+        ("attention.head_count_kv", [2, 2, 1, 2, 2], "not a divisor of 4 heads, equal in layers of one type"),
         (
             "attention.head_count_kv",
             [2, 1, 2, 1, 1],
@@ -265,7 +265,7 @@ def test_shared_keys_and_values_are_left_out(tmp_path):
         (
             "feed_forward_length",
             [96, 96, 192, 192, 192],
-            "not the same in all layers, or twice as much in all layers that share",
+            "not the same in all layers, or twice as much in all that share",
         ),
         ("rope.dimension_count", 16, "rope.dimension_count is 16, not 24"),
         ("rope_freqs.weight", [1.0, 1e30] * 6, "rope_freqs.weight is not 1s and then 1e30s"),

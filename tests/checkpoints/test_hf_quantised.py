@@ -336,7 +336,7 @@ REJECTED = {
     "3 bits": (
         {},
         {"qzeros": lambda part: np.zeros((1, 24), np.int32)},
-        "3 bits are unsupported; supported are 4 and 8 bits for gptq",
+        "3 bits are unsupported; supported are 4 and 8 for gptq",
     ),
     "a part of another shape": (
         {},

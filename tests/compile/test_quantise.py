@@ -177,12 +177,12 @@ def refused(model: Path, out: Path, expected_message: str, **options) -> None:
 def test_rejects_models_that_gguf_cannot_express(smollm2, tmp_path):
     out = tmp_path / "out.gguf"
     scaled = tiny.tiny_model("gemma2", tmp_path / "scaled", query_pre_attn_scalar=20)
-    refused(scaled, out, "a gemma2 model with settings that castiron cannot write to GGUF: .*; convert")
+    refused(scaled, out, "GGUF has no keys for these settings of gemma2 models: .*; convert")
     sliding = tiny.tiny_model("mistral", tmp_path / "sliding", sliding_window=24)
     refused(
         sliding,
         out,
-        "a mistral model with settings that castiron cannot write to GGUF: windows; convert",
+        "GGUF has no keys for these settings of mistral models: windows; convert",
     )
     model = tiny.tiny_model("llama", tmp_path / "model")
     content = {**smollm2.tokenizer, "model": {"type": "WordLevel", "vocab": {"<unk>": 0}, "unk_token": "<unk>"}}

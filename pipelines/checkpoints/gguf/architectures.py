@@ -32,7 +32,7 @@ GEMMA_TENSORS = {**COMMON_TENSORS, **POST_NORMS, "ffn_norm": "pre_feedforward_la
 def experts(parent: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
     """Return HF's names of expert matrices in the module `parent`, for `Architecture.per_index`."""
     leaves = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
-    return {leaf: f"{parent}.experts.{{}}.{own}" for leaf, own in leaves.items()}
+    return {leaf: f"{parent}.experts.{{}}.{projection}" for leaf, projection in leaves.items()}
 
 
 def mamba(parent: str) -> Names:
@@ -41,7 +41,7 @@ def mamba(parent: str) -> Names:
 
 def mamba_vectors(parent: str) -> Names:
     leaves = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias", "ssm_norm.weight": "norm.weight"}
-    return {leaf: f"{parent}.{own}" for leaf, own in leaves.items()}
+    return {leaf: f"{parent}.{parameter}" for leaf, parameter in leaves.items()}
 
 
 # Numbers: from GGUF's key to HF's.
@@ -140,10 +140,7 @@ class Architecture:
 MIXTRAL, OLMO3, DEEPSEEK2 = "llama with experts", "olmo2 with a window", "deepseek2 with softmax"
 
 _LLAMA = Architecture(
-    "llama",
-    flags=LLAMA_FLAGS,
-    permuted=LLAMA_PERMUTED,
-    rules=("llama_head_dim", "full_rotary", "rope_scaling", "rope_factors"),
+    "llama", flags=LLAMA_FLAGS, permuted=LLAMA_PERMUTED, rules=("llama_head_dim", "full_rotary", "rope_scaling", "rope_factors")
 )
 _GEMMA2 = Architecture(
     "gemma2",
@@ -163,16 +160,9 @@ _GEMMA3 = replace(
 )
 _GRANITE = Architecture("granite", ints=SIZES, floats=GRANITE_FLOATS, flags=LLAMA_FLAGS, permuted=LLAMA_PERMUTED)
 _OLMO2 = Architecture(
-    "olmo2",
-    tensors={**ATTENTION, **MLP, **POST_NORMS, **QK_NORMS},
-    ints=SIZES,
-    constants={**SILU, "attention_bias": False},
+    "olmo2", tensors={**ATTENTION, **MLP, **POST_NORMS, **QK_NORMS}, ints=SIZES, constants={**SILU, "attention_bias": False}
 )
-_QWEN3 = Architecture(
-    "qwen3",
-    constants={**SILU, **NO_WINDOW},
-    flags=ATTENTION_BIAS,
-)
+_QWEN3 = Architecture("qwen3", constants={**SILU, **NO_WINDOW}, flags=ATTENTION_BIAS)
 _LFM2 = Architecture(
     "lfm2",
     tensors={

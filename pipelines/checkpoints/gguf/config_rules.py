@@ -128,9 +128,7 @@ def gemma4_ropes(config: dict, metadata: Metadata) -> None:
     factors, local = _factors(metadata, "rope_freqs.weight"), metadata.real("rope.freq_base_swa", _LOCAL_ROPE_BASE)
     rotated = 0 if factors is None else int((factors == 1).sum())
     if factors is None or len(factors) * 2 != config["global_head_dim"] or (factors[rotated:] < _NO_ROTATION).any():
-        raise metadata.error(
-            "rope_freqs.weight is not 1s and then 1e30s, one for every two features of a head with full attention"
-        )
+        raise metadata.error("rope_freqs.weight is not 1s and then 1e30s, one for every two features of a global head")
     for key, length in (("", "global_head_dim"), ("_swa", "head_dim")):
         if metadata.integer(f"rope.dimension_count{key}") not in (None, config[length]):
             raise metadata.invalid(f"rope.dimension_count{key}", f"{config[length]}, the size of a head")
@@ -196,9 +194,7 @@ def _kv_heads(config: dict, metadata: Metadata) -> list[int]:
     kv_heads, heads = metadata.by_layer("attention.head_count_kv"), config["num_attention_heads"]
     counts = {count for count in kv_heads if count}
     if len(counts) > 1 or any(heads % count for count in counts):
-        raise metadata.invalid(
-            "attention.head_count_kv", f"the same divisor of {heads} (the number of heads) in every attention layer"
-        )
+        raise metadata.invalid("attention.head_count_kv", f"the same divisor of {heads} heads in every attention layer")
     config["num_key_value_heads"] = counts.pop() if counts else heads
     return kv_heads
 
@@ -275,9 +271,7 @@ def gemma4_layers(config: dict, metadata: Metadata) -> None:
     config["layer_types"] = kinds = _gemma4_kinds(config["num_hidden_layers"], metadata)
     by_kind = dict(zip(kinds, kv_heads))
     if kv_heads != [by_kind[kind] for kind in kinds] or any(not n or heads % n for n in kv_heads):
-        raise metadata.invalid(
-            "attention.head_count_kv", f"a divisor of {heads} (the number of heads), equal in layers of one type"
-        )
+        raise metadata.invalid("attention.head_count_kv", f"a divisor of {heads} heads, equal in layers of one type")
     config["num_global_key_value_heads"] = by_kind["full_attention"]
     config["num_key_value_heads"] = by_kind.get("sliding_attention", by_kind["full_attention"])
     config["attention_k_eq_v"] = not metadata.has(kinds.index("full_attention"), "attn_v.weight")
@@ -311,7 +305,7 @@ def _gemma4_widths(config: dict, metadata: Metadata) -> None:
     config["use_double_wide_mlp"] = wide = widths[-1] == 2 * width
     if not width or widths != [width] * (layers - shared) + [width * (2 if wide else 1)] * shared:
         raise metadata.invalid(
-            "feed_forward_length", "the same in all layers, or twice as much in all layers that share keys and values"
+            "feed_forward_length", "the same in all layers, or twice as much in all that share keys and values"
         )
 
 
@@ -344,13 +338,13 @@ def latent_attention(config: dict, metadata: Metadata) -> None:
     """Set the head sizes of latent attention (MLA), which older files have under other keys."""
     rotated, latent = metadata.required("rope.dimension_count"), metadata.required("attention.kv_lora_rank")
     key, value = (metadata.integer(f"attention.{side}_length") for side in ("key", "value"))
-    own = [metadata.integer(f"attention.{side}_length_mla") for side in ("key", "value")]
-    if any(own):
+    mla_lengths = [metadata.integer(f"attention.{side}_length_mla") for side in ("key", "value")]
+    if any(mla_lengths):
         for side, size, expected in (("key", key, latent + rotated), ("value", value, latent)):
             if size != expected:
                 wanted = f"{expected}, which attention.kv_lora_rank {latent} requires"
                 raise metadata.invalid(f"attention.{side}_length", wanted)
-        key, value = own
+        key, value = mla_lengths
     if not key or not value or key <= rotated:
         sizes = f"keys of {key or 0} features, of which {rotated} rotate, and values of {value or 0}"
         raise metadata.inconsistent(f"a head has {sizes}")

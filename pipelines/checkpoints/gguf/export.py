@@ -48,18 +48,20 @@ _CONVERT = "convert the model with llama.cpp's convert_hf_to_gguf.py, and quanti
 Read = Callable[[str, str, np.ndarray | None], np.ndarray]
 
 
+def _unwritable(checkpoint: Checkpoint, why: str) -> CheckpointError:
+    return CheckpointError(f"{checkpoint.path} cannot be written as GGUF: {why}; {_CONVERT}")
+
+
 def architecture_for(checkpoint: Checkpoint) -> tuple[str, Architecture]:
     """Return the name of a model's GGUF architecture, and its row."""
     model_type = checkpoint.config["model_type"]
     # Of the architectures with `vectors`, only those of Qwen 3.5 are supported: this module cannot make the other changes.
     usable = ((name, row) for name, row in reversed(ARCHITECTURES.items()) if row.tiled or not row.vectors)
     rows = {row.model_type: (name.partition(" ")[0], row) for name, row in usable}
-    if (found := rows.get(_SAME_AS.get(model_type, model_type))) is None:
+    if (named_row := rows.get(_SAME_AS.get(model_type, model_type))) is None:
         known = ", ".join(sorted(rows.keys() | _SAME_AS))
-        raise CheckpointError(
-            f"{checkpoint.path} is a {model_type} model, which cannot be written as GGUF; supported are {known}"
-        )
-    return found
+        raise CheckpointError(f"{checkpoint.path}: cannot write {model_type} models as GGUF; supported are {known}")
+    return named_row
 
 
 def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
@@ -69,8 +71,12 @@ def export_metadata(checkpoint: Checkpoint, config: dict) -> dict[str, Value]:
     keys: dict[str, Value] = {}
     if "rope.freq_base" in row.floats:
         keys["rope.dimension_count"] = int(size * config.get("partial_rotary_factor", 1.0))
-    keys |= {key: int(config[own]) for key, own in row.ints.items() if config.get(own) is not None and key not in row.by_layer}
-    keys |= {key: float(config[own]) for key, own in row.floats.items() if config.get(own) is not None}
+    keys |= {
+        key: int(config[config_key])
+        for key, config_key in row.ints.items()
+        if config.get(config_key) is not None and key not in row.by_layer
+    }
+    keys |= {key: float(config[config_key]) for key, config_key in row.floats.items() if config.get(config_key) is not None}
     if "llama_head_dim" in row.rules or "attention.key_length" in keys:
         keys |= {"attention.key_length": size, "attention.value_length": size}
     keys["attention.head_count_kv"] = read.kv_heads
@@ -105,7 +111,7 @@ def flat_config(config: dict) -> dict:
     original = config.get("original_max_position_embeddings")
     if original is not None:
         entry.setdefault("original_max_position_embeddings", original)
-    flat |= {own: flat[short] for short, own in _SIZES.items() if short in flat}
+    flat |= {usual: flat[short] for short, usual in _SIZES.items() if short in flat}
     if "n_embd" in flat:
         flat["n_inner"] = flat.get("n_inner") or 4 * flat["n_embd"]
     experts = config.get("num_experts") or config.get("num_local_experts")
@@ -153,7 +159,7 @@ def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, st
     leaves, tops, vectors = ({own: leaf for leaf, own in names.items()} for names in (row.tensors, row.top, row.vectors))
     stacks = {re.compile(re.escape(own).replace(r"\{\}", r"(\d+)")): leaf for leaf, own in row.per_index.items()}
     block = re.compile(re.escape(row.block).replace(r"\{\}", r"(\d+)") + r"(.+)\.(weight|bias)")
-    found: list[Tensor] = list(_rope_tensors(config))
+    exported: list[Tensor] = list(_rope_tensors(config))
     stacked: dict[tuple[str, str], dict[int, Tensor]] = {}
     for tensor in checkpoint.tensors.values():
         # HF names without .weight or .bias get .weight in GGUF.
@@ -161,22 +167,21 @@ def export_tensors(checkpoint: Checkpoint, config: dict, codecs: Mapping[str, st
         layer, top = block.fullmatch(name), _TOP.fullmatch(name)
         own = tensor.name.removeprefix(row.block.format(layer[1])) if layer else ""
         if layer and own in vectors:
-            found.append(_vector(tensor, f"blk.{layer[1]}.{vectors[own]}", read, value_head_order(row, config, vectors[own])))
+            exported.append(
+                _vector(tensor, f"blk.{layer[1]}.{vectors[own]}", read, value_head_order(row, config, vectors[own]))
+            )
         elif layer and (leaf := leaves.get(layer[2])):
             heads = config[row.permuted[leaf]] if leaf in row.permuted else 0
             order = value_head_order(row, config, leaf)
-            found.append(_exported(tensor, f"blk.{layer[1]}.{leaf}.{layer[3]}", codecs, read, row, heads, order))
+            exported.append(_exported(tensor, f"blk.{layer[1]}.{leaf}.{layer[3]}", codecs, read, row, heads, order))
         elif layer and (match := next(((m, leaf) for form, leaf in stacks.items() if (m := form.fullmatch(layer[2]))), None)):
             stack = f"blk.{layer[1]}.{match[1]}.{layer[3]}", codecs[tensor.name]
             stacked.setdefault(stack, {})[int(match[0][1])] = tensor
         elif top is None or top[1] not in tops:
-            raise CheckpointError(
-                f"{checkpoint.path} cannot be written as GGUF: castiron has no GGUF name for the tensor {tensor.name}; "
-                f"{_CONVERT}"
-            )
+            raise _unwritable(checkpoint, f"castiron has no GGUF name for the tensor {tensor.name}")
         elif tensor.name != HEAD or not config.get("tie_word_embeddings"):
-            found.append(_exported(tensor, f"{tops[top[1]]}.{top[2]}", codecs, read, row))
-    return found + [_stack(name, codec, parts, read) for (name, codec), parts in stacked.items()]
+            exported.append(_exported(tensor, f"{tops[top[1]]}.{top[2]}", codecs, read, row))
+    return exported + [_stack(name, codec, parts, read) for (name, codec), parts in stacked.items()]
 
 
 def _exported(
@@ -231,9 +236,8 @@ def check_read_back(checkpoint: Checkpoint, metadata: Mapping[str, Value], tenso
     file = GgufFile(checkpoint.path, as_read(metadata), {tensor.name: tensor for tensor in tensors})
     ours, theirs = (read_config(config) for config in (checkpoint.config, hf_config(file)))
     if names := ", ".join(sorted(_differing(ours, theirs))):
-        model = f"{checkpoint.config['model_type']} model"
-        raise CheckpointError(
-            f"{checkpoint.path} is a {model} with settings that castiron cannot write to GGUF: {names}; {_CONVERT}"
+        raise _unwritable(
+            checkpoint, f"GGUF has no keys for these settings of {checkpoint.config['model_type']} models: {names}"
         )
 
 
@@ -257,17 +261,14 @@ def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
     if checkpoint.tokenizer is None:
         return {_PREFIX + "model": "no_vocab"}
     tokenizer = tokenizer_of(checkpoint.tokenizer, checkpoint.path)
-    found = json.loads(tokenizer.to_str())
-    model, steps = found["model"], list(_steps(found["pre_tokenizer"], "pretokenizers"))
+    content = json.loads(tokenizer.to_str())
+    model, steps = content["model"], list(_steps(content["pre_tokenizer"], "pretokenizers"))
     if model["type"] == "BPE" and model["byte_fallback"]:
-        keys = _sentencepiece(found, steps, vocab)
+        keys = _sentencepiece(content, steps, vocab)
     elif model["type"] == "BPE" and any(step["type"] == "ByteLevel" for step in steps):
-        keys = _byte_level(checkpoint, found, steps, vocab)
+        keys = _byte_level(checkpoint, content, steps, vocab)
     else:
-        raise CheckpointError(
-            f"{checkpoint.path} cannot be written as GGUF: "
-            f"its tokenizer is neither byte-level BPE nor SentencePiece; {_CONVERT}"
-        )
+        raise _unwritable(checkpoint, "its tokenizer is neither byte-level BPE nor SentencePiece")
     ids = {"bos": checkpoint.bos_token_id, "eos": next(iter(checkpoint.eos_token_ids), None)}
     ids |= {"padding": checkpoint.config.get("pad_token_id"), "unknown": model["vocab"].get(model["unk_token"])}
     texts = checkpoint.special_tokens or {}
@@ -281,10 +282,7 @@ def export_tokenizer(checkpoint: Checkpoint, vocab: int) -> dict[str, Value]:
     stored = as_read({"general.architecture": architecture_for(checkpoint)[0], **metadata})
     back = tokenizer_json(GgufFile(checkpoint.path, stored, {}))
     if tokenizer_of(back, checkpoint.path).encode(SAMPLE).ids != complete:
-        raise CheckpointError(
-            f"{checkpoint.path} cannot be written as GGUF: "
-            f"the tokenizer in the GGUF file would split text differently; {_CONVERT}"
-        )
+        raise _unwritable(checkpoint, "the tokenizer in the GGUF file would split text differently")
     return metadata
 
 
@@ -294,44 +292,39 @@ def _further_ends(checkpoint: Checkpoint, keys: Mapping[str, Value], vocab: int)
     known = eos_token_ids(file)
     further = [number for number in checkpoint.eos_token_ids if number not in known and 0 <= number < vocab]
     if len(further) > len(_END_KEYS):
-        raise CheckpointError(
-            f"{checkpoint.path} cannot be written as GGUF: it has keys for {len(_END_KEYS)} of the end tokens {further}"
-        )
+        raise _unwritable(checkpoint, f"it has keys for {len(_END_KEYS)} of the end tokens {further}")
     return dict(zip(_END_KEYS, reversed(further)))
 
 
-def _byte_level(checkpoint: Checkpoint, found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
-    nfc, ignore_merges = (found["normalizer"] or {}).get("type") == "NFC", found["model"]["ignore_merges"]
+def _byte_level(checkpoint: Checkpoint, content: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
+    nfc, ignore_merges = (content["normalizer"] or {}).get("type") == "NFC", content["model"]["ignore_merges"]
     rows = ((name, row) for name, row in PRE_TOKENIZERS.items() if (row.nfc, row.ignore_merges) == (nfc, ignore_merges))
     # Other differences, such as the options of ByteLevel, are found when SAMPLE is tokenized.
     kinds_of = lambda steps: [(step["type"], step.get("pattern")) for step in steps]
     name = next((name for name, row in rows if kinds_of(row.steps) == kinds_of(steps)), None)
     if name is None:
-        raise CheckpointError(
-            f"{checkpoint.path} cannot be written as GGUF: castiron does not know the GGUF name of its "
-            f"pre-tokenizer; {_CONVERT}"
-        )
-    tokens, kinds = _tokens(found, vocab)
-    merges = [" ".join(pair) for pair in found["model"]["merges"]]
+        raise _unwritable(checkpoint, "castiron does not know the GGUF name of its pre-tokenizer")
+    tokens, kinds = _tokens(content, vocab)
+    merges = [" ".join(pair) for pair in content["model"]["merges"]]
     return {"model": "gpt2", "pre": name, "tokens": tokens, "token_type": kinds, "merges": merges}
 
 
-def _sentencepiece(found: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
+def _sentencepiece(content: dict, steps: list[dict], vocab: int) -> dict[str, Value]:
     """Return the metadata of a SentencePiece tokenizer; the token of merge i has the score -i."""
-    tokens, kinds = _tokens(found, vocab)
+    tokens, kinds = _tokens(content, vocab)
     ranks: dict[str, int] = {}
-    for left, right in found["model"]["merges"]:
+    for left, right in content["model"]["merges"]:
         ranks.setdefault(left + right, len(ranks))
     scores = [-float(ranks.get(token, len(ranks))) for token in tokens]
     for number, token in enumerate(tokens):
-        if token == found["model"]["unk_token"]:
+        if token == content["model"]["unk_token"]:
             kinds[number] = _UNKNOWN
         elif _BYTE_TOKEN.fullmatch(token):
             kinds[number] = _BYTE
         elif kinds[number] == _USER_DEFINED:
             # Added tokens have plain spaces: the tokenizer matches them before it replaces the text's spaces.
             tokens[number] = token.replace(SPACE, " ")
-    prefix = any(step["type"] == "Prepend" for step in _steps(found["normalizer"], "normalizers"))
+    prefix = any(step["type"] == "Prepend" for step in _steps(content["normalizer"], "normalizers"))
     prefix = prefix or any(step["type"] == "Metaspace" and step["prepend_scheme"] != "never" for step in steps)
     keys: dict[str, Value] = {"model": "llama", "pre": "default", "tokens": tokens, "token_type": kinds, "scores": scores}
     return keys | {"add_space_prefix": prefix}
@@ -345,10 +338,10 @@ def _steps(step: dict | None, parts: str) -> Iterator[dict]:
         yield step
 
 
-def _tokens(found: dict, vocab: int) -> tuple[list[str], list[int]]:
+def _tokens(content: dict, vocab: int) -> tuple[list[str], list[int]]:
     """Return texts and llama.cpp's types of at least `vocab` tokens; unused ids have [PAD7]."""
-    by_id = {number: (token, _NORMAL) for token, number in found["model"]["vocab"].items()}
-    for token in found["added_tokens"]:
+    by_id = {number: (token, _NORMAL) for token, number in content["model"]["vocab"].items()}
+    for token in content["added_tokens"]:
         by_id[token["id"]] = token["content"], _CONTROL if token["special"] else _USER_DEFINED
     rows = [by_id.get(number, (f"[PAD{number}]", _UNUSED)) for number in range(max(vocab, max(by_id, default=-1) + 1))]
     return [token for token, _ in rows], [kind for _, kind in rows]

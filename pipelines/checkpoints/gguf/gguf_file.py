@@ -184,14 +184,14 @@ def _metadata(cursor: _Cursor, count: int) -> tuple[dict, int, dict[str, memoryv
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor]:
-    found: dict[str, tuple[Tensor, int]] = {}  # with the offset in the data section
+    tensors: dict[str, tuple[Tensor, int]] = {}  # with the offset in the data section
     for _ in range(count):
         name = cursor.string("a tensor's name")
-        if name in found:
+        if name in tensors:
             raise cursor.invalid(f"the tensor {shorten(name)} appears twice")
-        found[name] = _tensor(cursor, name)
+        tensors[name] = _tensor(cursor, name)
     start, end, before = -(-cursor.at // alignment) * alignment, 0, ""
-    for tensor, offset in sorted(found.values(), key=lambda item: item[1]):
+    for tensor, offset in sorted(tensors.values(), key=lambda item: item[1]):
         name = shorten(tensor.name)
         if offset % alignment:
             raise cursor.invalid(f"the data of {name} starts at {offset}, not a multiple of {alignment}")
@@ -202,7 +202,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor]:
         end, before = start + offset + tensor.nbytes, name
     data = np.frombuffer(cursor.view, np.uint8)[start:]
     rows = lambda tensor, offset: data[offset : offset + tensor.nbytes].reshape(*tensor.shape[:-1], -1)
-    return {name: replace(tensor, read=partial(rows, tensor, offset)) for name, (tensor, offset) in found.items()}
+    return {name: replace(tensor, read=partial(rows, tensor, offset)) for name, (tensor, offset) in tensors.items()}
 
 
 def _tensor(cursor: _Cursor, name: str) -> tuple[Tensor, int]:
@@ -235,10 +235,7 @@ def write_gguf(out: BinaryIO, entries: Sequence[Buffer], tensors: Sequence[Tenso
     for tensor in tensors:
         data = np.ascontiguousarray(tensor.read()).reshape(-1).view(np.uint8)
         if data.size != tensor.nbytes:
-            raise ValueError(
-                f"data of tensor {tensor.name} has the wrong size: {data.size} bytes; return {tensor.nbytes} "
-                "bytes from its `read`"
-            )
+            raise ValueError(f"the data of tensor {tensor.name} is {data.size} bytes, not {tensor.nbytes}")
         out.write(data)
         out.write(bytes(padded(data.size) - data.size))
         written += padded(data.size)
@@ -252,8 +249,8 @@ def header(entries: Sequence[Buffer], tensors: Sequence[Tensor]) -> bytes:
         dims = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *reversed(tensor.shape))
         rows.append(_string(tensor.name) + dims + struct.pack("<IQ", GGML_TYPE[tensor.codec], offset))
         offset += padded(tensor.nbytes)
-    found = b"GGUF" + struct.pack("<IQQ", 3, len(rows), len(entries)) + b"".join([*entries, *rows])
-    return found + bytes(-len(found) % ALIGNMENT)
+    unpadded = b"GGUF" + struct.pack("<IQQ", 3, len(rows), len(entries)) + b"".join([*entries, *rows])
+    return unpadded + bytes(-len(unpadded) % ALIGNMENT)
 
 
 def padded(nbytes: int) -> int:

@@ -170,11 +170,11 @@ def hf_config(file: GgufFile) -> dict:
 def sampling_config(file: GgufFile) -> dict[str, float]:
     """Return a file's default sampling options, with the keys of generation_config.json."""
     metadata = Metadata(file, _SAMPLING)
-    found = {own: value for key, own in _SAMPLING_KEYS.items() if (value := metadata.real(key)) is not None}
-    if "repetition_penalty" in found:
-        found.setdefault("repeat_last_n", _LAST_N)
+    sampling = {hf_key: value for key, hf_key in _SAMPLING_KEYS.items() if (value := metadata.real(key)) is not None}
+    if "repetition_penalty" in sampling:
+        sampling.setdefault("repeat_last_n", _LAST_N)
     # Return the shortest decimal, 0.7, and not the f32's 0.699999988.
-    return {own: float(f"{value:.7g}") for own, value in found.items()}
+    return {hf_key: float(f"{value:.7g}") for hf_key, value in sampling.items()}
 
 
 def sampling_metadata(generation: Mapping) -> dict[str, int | float]:
@@ -182,14 +182,14 @@ def sampling_metadata(generation: Mapping) -> dict[str, int | float]:
     greedy = generation.get("do_sample") is False
     keys = [_PENALTY, _PENALISED] if greedy else _SAMPLING_KEYS
     stated = {key: generation.get(_SAMPLING_KEYS[key]) for key in keys}
-    found = {key: value for key, value in stated.items() if isinstance(value, int | float) and abs(value) < _MAX_OPTION}
+    sampling = {key: value for key, value in stated.items() if isinstance(value, int | float) and abs(value) < _MAX_OPTION}
     if generation.get("do_sample"):
-        found.setdefault("temp", 1.0)
-    if "top_k" in found:
-        found["top_k"] = max(0, found["top_k"])
-    if _PENALTY in found:
-        found.setdefault(_PENALISED, _ALL)
-    return {_SAMPLING + key: int(value) if key in _INTEGERS else float(value) for key, value in found.items()}
+        sampling.setdefault("temp", 1.0)
+    if "top_k" in sampling:
+        sampling["top_k"] = max(0, sampling["top_k"])
+    if _PENALTY in sampling:
+        sampling.setdefault(_PENALISED, _ALL)
+    return {_SAMPLING + key: int(value) if key in _INTEGERS else float(value) for key, value in sampling.items()}
 
 
 def _check_sizes(config: dict, metadata: Metadata, row: Architecture) -> None:

@@ -82,10 +82,10 @@ class Metadata:
     def by_layer(self, key: str) -> list[int]:
         """Return a number for each layer; a single number applies to all."""
         blocks, stated = self.required("block_count"), self.get(key)
-        found = [stated] * blocks if isinstance(stated, int) else np.asarray(stated).tolist()
-        if not isinstance(found, list) or len(found) != blocks or not all(isinstance(n, int) and n >= 0 for n in found):
+        counts = [stated] * blocks if isinstance(stated, int) else np.asarray(stated).tolist()
+        if not isinstance(counts, list) or len(counts) != blocks or not all(isinstance(n, int) and n >= 0 for n in counts):
             raise self.invalid(key, f"an integer of at least 0 for each of {blocks} blocks")
-        return found
+        return counts
 
     def has(self, layer: int, leaf: str) -> bool:
         """Return whether the file has a tensor such as `blk.0.attn_q.bias`."""
@@ -93,8 +93,8 @@ class Metadata:
 
     def unread(self) -> list[str]:
         """Return the keys that no method has read; they might change the logits."""
-        own = (key for key in self.file.metadata if key.startswith(self.prefix))
-        return sorted(key for key in own if key.removeprefix(self.prefix) not in self._read | _SILENT_KEYS)
+        keys = (key for key in self.file.metadata if key.startswith(self.prefix))
+        return sorted(key for key in keys if key.removeprefix(self.prefix) not in self._read | _SILENT_KEYS)
 
 
 def architecture_name(file: GgufFile) -> str:

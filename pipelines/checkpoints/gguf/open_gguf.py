@@ -91,13 +91,13 @@ def open_gguf(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint:
 
 def scaled(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors with NVFP4 weights multiplied by `*.scale`, a number or one per expert."""
-    found = dict(tensors)
+    combined = dict(tensors)
     for name, tensor in tensors.items():
         if tensor.codec == "nvfp4" and name.endswith(".weight"):
-            found.pop(name.removesuffix("weight") + "input_scale", None)
-            if scale := found.pop(name.removesuffix("weight") + "scale", None):
-                found[name] = _times(path, tensor, scale)
-    return found
+            combined.pop(name.removesuffix("weight") + "input_scale", None)
+            if scale := combined.pop(name.removesuffix("weight") + "scale", None):
+                combined[name] = _times(path, tensor, scale)
+    return combined
 
 
 def _times(path: Path, tensor: Tensor, scale: Tensor) -> Tensor:
@@ -136,9 +136,9 @@ def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> I
         yield tensor
         return
     layer, leaf, suffix = named.groups()
-    own = row.top.get(leaf) if layer is None else row.tensors.get(leaf)
-    if own:
-        tensor = replace(tensor, name=prefix + own + ("" if leaf in row.bare else f".{suffix}"))
+    hf_leaf = row.top.get(leaf) if layer is None else row.tensors.get(leaf)
+    if hf_leaf:
+        tensor = replace(tensor, name=prefix + hf_leaf + ("" if leaf in row.bare else f".{suffix}"))
     order = value_head_order(row, config, leaf)
     if layer and leaf in row.per_index:
         _check_rank(file, tensor, 2, 3)
@@ -171,7 +171,7 @@ def _named(file: GgufFile, row: Architecture, config: dict, tensor: Tensor) -> I
     elif order is not None:
         yield replace(tensor, read=lambda: tensor.data[order])
     else:
-        yield _minus_one(tensor) if own and row.norms_plus_one and leaf.endswith("norm") else tensor
+        yield _minus_one(tensor) if hf_leaf and row.norms_plus_one and leaf.endswith("norm") else tensor
 
 
 def _check_rank(file: GgufFile, tensor: Tensor, *ranks: int) -> None:
@@ -283,8 +283,8 @@ def _stacked(tensor: Tensor, hf_names: str | tuple[str, ...], prefix: str, suffi
         shape = (shape[0] // len(names), *shape[1:])
     for index in range(tensor.shape[0]):
         for number, name in enumerate(names):
-            own = slice(number * shape[0], (number + 1) * shape[0])
-            read = lambda index=index, own=own: tensor.data[index][own if len(names) > 1 else slice(None)]
+            rows = slice(number * shape[0], (number + 1) * shape[0])
+            read = lambda index=index, rows=rows: tensor.data[index][rows if len(names) > 1 else slice(None)]
             yield replace(tensor, name=f"{prefix}{name.format(index)}.{suffix}", shape=shape, read=read)
 
 
@@ -294,9 +294,7 @@ def _unpermuted(path: Path, tensor: Tensor, heads: int) -> Tensor:
     if out % (2 * heads):
         raise inconsistent(path, f"{shorten_text(tensor.source)} has {out} rows, not a multiple of {2 * heads}")
     if len(tensor.shape) == 1 and CODECS[tensor.codec].quantised:
-        raise CheckpointError(
-            f"{path}: the bias {shorten_text(tensor.source)} is quantised; convert the model again with biases in f32"
-        )
+        raise CheckpointError(f"{path}: the bias {shorten_text(tensor.source)} is quantised; supported are floats")
 
     def read() -> np.ndarray:
         # The elements of a bias are its rows.

@@ -104,18 +104,11 @@ def _sentencepiece(vocabulary: Vocabulary, gemma4: bool) -> dict:
 
 def _raw_steps(adds_prefix: bool) -> dict[str, dict]:
     normalize = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
-    decode = [
-        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
+    decode = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
     if adds_prefix:
         normalize.insert(0, {"type": "Prepend", "prepend": SPACE})
         decode.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    return {
-        "normalizer": {"type": "Sequence", "normalizers": normalize},
-        "decoder": {"type": "Sequence", "decoders": decode},
-    }
+    return {"normalizer": {"type": "Sequence", "normalizers": normalize}, "decoder": {"type": "Sequence", "decoders": decode}}
 
 
 def _merges_of_vocabulary(vocabulary: Vocabulary, tokens: list[str], ids: dict[str, int]) -> list[tuple[str, str]]:

@@ -110,14 +110,14 @@ class Vocabulary(Metadata):
     def role_ids(self) -> dict[str, int]:
         """Return ids by role, such as "bos"."""
         stated = {role: self.integer(f"{role}_token_id") for role in _ROLES}
-        found = {role: number for role, number in stated.items() if number is not None}
+        named = {role: number for role, number in stated.items() if number is not None}
         defaults = _DEFAULT_IDS.get(self.model or "", {})
         if self.model != "llama":
             # llama.cpp takes token 11 even if it is a comma, as in GPT-2's vocabulary, which would end every answer.
             types, has_none = self.types(), self.get("pre") in _NO_DEFAULT_BOS
             is_special = lambda number: number < len(types) and types[number] in (UNKNOWN, CONTROL)
             defaults = {role: n for role, n in defaults.items() if is_special(n) and not (role == "bos" and has_none)}
-        return defaults | found
+        return defaults | named
 
 
 def special_tokens(file: GgufFile) -> dict[str, str]:
@@ -134,35 +134,35 @@ def _found(vocabulary: Vocabulary) -> dict[str, int]:
 def fim_token_ids(file: GgufFile) -> dict[str, int]:
     """Return the fill-in-the-middle tokens that the file names, by role, such as "suf"."""
     metadata = Metadata(file, PREFIX)
-    found = {role: [metadata.integer(f"{key}_token_id") for key in (f"fim_{role}", old)] for role, old in _FIM.items()}
-    return {role: number for role, numbers in found.items() for number in reversed(numbers) if number is not None}
+    by_role = {role: [metadata.integer(f"{key}_token_id") for key in (f"fim_{role}", old)] for role, old in _FIM.items()}
+    return {role: number for role, numbers in by_role.items() for number in reversed(numbers) if number is not None}
 
 
-def _all_fim_ids(vocabulary: Vocabulary, found: Mapping[str, int]) -> dict[str, int]:
-    by_text = {role: next((found[text] for text in texts if text in found), None) for role, texts in _FIM_TEXTS.items()}
+def _all_fim_ids(vocabulary: Vocabulary, known_ids: Mapping[str, int]) -> dict[str, int]:
+    by_text = {role: next((known_ids[text] for text in texts if text in known_ids), None) for role, texts in _FIM_TEXTS.items()}
     return {role: number for role, number in by_text.items() if number is not None} | fim_token_ids(vocabulary.file)
 
 
 def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
     """Return the ids that end an answer, as llama_vocab_is_eog; those that the file names first."""
     vocabulary = Vocabulary(file)
-    roles, found = vocabulary.role_ids(), _found(vocabulary)
-    fim = _all_fim_ids(vocabulary, found)
-    by_text = {found[text] for text in _END_TEXTS if text in found}
+    roles, known_ids = vocabulary.role_ids(), _found(vocabulary)
+    fim = _all_fim_ids(vocabulary, known_ids)
+    by_text = {known_ids[text] for text in _END_TEXTS if text in known_ids}
     by_text |= {fim[role] for role in _END_FIM if fim.get(role, len(vocabulary.tokens)) < len(vocabulary.tokens)}
     ids = dict.fromkeys([*(roles[role] for role in ("eos", "eot", "eom") if role in roles), *sorted(by_text)])
     texts = {vocabulary.tokens[number] for number in ids if number < len(vocabulary.tokens)}
     for text, sets in _EXCEPTIONS:
         if text in texts and all(texts & others for others in sets):
-            ids.pop(found[text])
+            ids.pop(known_ids[text])
     return tuple(ids)
 
 
 def added_tokens(vocabulary: Vocabulary, merges: Iterable[Sequence[str]]) -> Iterator[dict]:
     """Yield added_tokens; one that `merges` produce is not special for its text alone."""
-    roles, found = set(vocabulary.role_ids().values()), _found(vocabulary)
-    by_text = {*eos_token_ids(vocabulary.file), *_all_fim_ids(vocabulary, found).values()}
-    merged = {text for left, right in merges if (text := left + right) in found}
+    roles, known_ids = set(vocabulary.role_ids().values()), _found(vocabulary)
+    by_text = {*eos_token_ids(vocabulary.file), *_all_fim_ids(vocabulary, known_ids).values()}
+    merged = {text for left, right in merges if (text := left + right) in known_ids}
     side, is_stripped = _stripping(vocabulary)
     for number, (content, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types())):
         is_named = number in roles and (kind != NORMAL or len(content) > 1)

@@ -30,10 +30,10 @@ _EMBEDDING = "sentence_embedding"
 
 def read_encoding(path: Path, config: dict) -> Encoding | None:
     """Read a sentence-transformers model's pooling and layers; None without modules.json."""
-    found = json_value(path / MODULES)
-    if found is None:
+    listed = json_value(path / MODULES)
+    if listed is None:
         return None
-    modules = [_module(path, entry) for entry in (found if isinstance(found, list) else [])]
+    modules = [_module(path, entry) for entry in (listed if isinstance(listed, list) else [])]
     if [kind for kind, _ in modules] == ["Transformer"] and _architecture(config).endswith("ForSequenceClassification"):
         return None
     if [kind for kind, _ in modules[:2]] != ["Transformer", "Pooling"] or modules[0][1]:
@@ -62,8 +62,8 @@ def read_encoding(path: Path, config: dict) -> Encoding | None:
 
 def module_files(path: Path) -> list[str]:
     """Return the files of the modules after the transformer: configs, weights of Dense layers."""
-    found = json_value(path / MODULES)
-    modules = [_module(path, entry) for entry in (found if isinstance(found, list) else [])]
+    listed = json_value(path / MODULES)
+    modules = [_module(path, entry) for entry in (listed if isinstance(listed, list) else [])]
     configs = [f"{folder}/config.json" for kind, folder in modules if kind in ("Pooling", "Dense")]
     return configs + [f"{folder}/{_TENSORS}" for kind, folder in modules if kind == "Dense"]
 
@@ -95,8 +95,8 @@ def _mode(folder: Path) -> str:
         modes = [_OLD_NAMES.get(name, name) for name in flagged]
     modes = modes if isinstance(modes, list) else [modes]
     if len(modes) != 1 or modes[0] not in tuple(_MODES):
-        found = shorten_list(map(str, modes), max_length=100) if modes else "missing"
-        raise CheckpointError(f"{folder}: the pooling mode is {found}; it must be one of {', '.join(_MODES)}")
+        stated = shorten_list(map(str, modes), max_length=100) if modes else "missing"
+        raise CheckpointError(f"{folder}: the pooling mode is {stated}; it must be one of {', '.join(_MODES)}")
     if config.get("include_prompt") is False and modes != ["lasttoken"]:
         raise CheckpointError(f"{folder}: include_prompt is false, which only pooling mode lasttoken supports")
     return _MODES[modes[0]]
@@ -119,10 +119,10 @@ def _dense(folder: Path, name: str) -> Dense:
 
 
 def _config(folder: Path) -> dict:
-    found = json_object(folder / "config.json")
-    if found is None:
+    config = json_object(folder / "config.json")
+    if config is None:
         raise CheckpointError(f"{folder} has no config.json, but {MODULES} lists this folder; download the complete model")
-    return found
+    return config
 
 
 def tokenizer_limit(path: Path) -> int | None:
@@ -194,8 +194,10 @@ def reranker_template(path: Path, config: dict, template: str | None) -> str | N
         stated = limits.get("processing_kwargs")
         variables = stated.get("chat_template") if isinstance(stated, dict) else None
         # For example, add_generation_prompt, which is false by default.
-        given = {key: value for key, value in (variables or {}).items() if key.isidentifier() and isinstance(value, bool | str)}
-        return "".join(f"{{%- set {key} = {value!r} %}}" for key, value in given.items()) + template
+        settings = {
+            key: value for key, value in (variables or {}).items() if key.isidentifier() and isinstance(value, bool | str)
+        }
+        return "".join(f"{{%- set {key} = {value!r} %}}" for key, value in settings.items()) + template
     # The hub's cache has models--ORG--NAME/snapshots/COMMIT.
     names = (path.resolve().name, path.resolve().parents[1].name if len(path.resolve().parents) > 1 else "")
     named = any(isinstance(name, str) and _QWEN3_RERANKER.search(name) for name in (*names, config.get("_name_or_path")))
@@ -218,13 +220,13 @@ def read_token_reranker(
         return None
     if template is None:
         raise inconsistent(path, "the chat template lacks the roles query and document")
-    own = _config(path / scores[0]) if scores else {}
+    scoring = _config(path / scores[0]) if scores else {}
     model = tokenizer.get("model")
-    vocabulary = dict(found) if isinstance(model, dict) and isinstance(found := model.get("vocab"), dict) else {}
+    vocabulary = dict(vocab) if isinstance(model, dict) and isinstance(vocab := model.get("vocab"), dict) else {}
     vocabulary |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
-    ids = [own.get(key, vocabulary.get(token)) for key, token in (("true_token_id", "yes"), ("false_token_id", "no"))]
+    ids = [scoring.get(key, vocabulary.get(token)) for key, token in (("true_token_id", "yes"), ("false_token_id", "no"))]
     head = next((tensors[name] for name in (HEAD, *EMBEDDINGS) if name in tensors), None)
-    if scores and "false_token_id" in own and ids[1] is None:
+    if scores and "false_token_id" in scoring and ids[1] is None:
         del ids[1]
     if head is None or not all(type(index) is int and 0 <= index < head.shape[0] for index in ids):
         raise inconsistent(path, f"the tokens of its scores are {shorten(ids)}, not token ids")
@@ -262,16 +264,18 @@ def read_classifier(path: Path, config: dict, stored: Mapping[str, Tensor]) -> E
     if unknown := [dense.activation for dense in pooling.dense if dense.activation not in tuple(activations)]:
         known = ", ".join(activations)
         raise CheckpointError(f"{path}: the classifier has activation {shorten(unknown[0])}; supported are {known}")
-    names = {f"{name}.{part}": f"{own}.{part}" for name, own in head.modules.items() for part in ("weight", "bias")}
-    tensors = {own: replace(stored[name], name=own) for name, own in names.items() if name in stored}
+    names = {
+        f"{name}.{part}": f"{graph_name}.{part}" for name, graph_name in head.modules.items() for part in ("weight", "bias")
+    }
+    tensors = {graph_name: replace(stored[name], name=graph_name) for name, graph_name in names.items() if name in stored}
     return Encoding(
         pooling, *_prompts(path), tokenizer_limit(path), tensors=tensors, relevance=_relevance(path, config), types=head.types,
     )  # fmt: skip
 
 
 def _relevance(path: Path, config: dict) -> str:
-    own = config.get("sentence_transformers")
-    named = own.get("activation_fn") if isinstance(own, dict) else None
+    settings = config.get("sentence_transformers")
+    named = settings.get("activation_fn") if isinstance(settings, dict) else None
     named = (json_object(path / _PROMPTS) or {}).get("activation_fn") or named
     named = str(named or config.get("sbert_ce_default_activation_function") or "Sigmoid").rpartition(".")[2]
     if named not in ("Sigmoid", "Identity"):

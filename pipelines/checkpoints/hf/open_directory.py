@@ -133,11 +133,11 @@ def shards_of(path: Path) -> dict[str, list[str] | None]:
 
 def quantization_config(path: Path, config: dict) -> dict | None:
     """Return the config's, its text_config's or ModelOpt's quantization_config, or None."""
-    for own in (config, config.get("text_config")):
-        if isinstance(own, dict) and isinstance(found := own.get("quantization_config"), dict):
-            return found
-    found = (json_object(path / MODELOPT) or {}).get("quantization")
-    return {"quant_method": "modelopt", **found} if isinstance(found, dict) else None
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict) and isinstance(quantisation := part.get("quantization_config"), dict):
+            return quantisation
+    quantisation = (json_object(path / MODELOPT) or {}).get("quantization")
+    return {"quant_method": "modelopt", **quantisation} if isinstance(quantisation, dict) else None
 
 
 def tensors_of(path: Path, is_quantised: bool) -> dict[str, Tensor]:
@@ -171,6 +171,6 @@ def _end_tokens(path: Path, generation: dict, configs: Sequence[dict], tokenizer
     vocab = configs[-1].get("vocab_size")
     fits = lambda token: not isinstance(vocab, int) or token < vocab
     stated = (*_token_ids(path, "eos_token_id", generation), *filter(fits, tokenizer.ids("eos_token")))
-    own = [token for config in configs for token in _token_ids(path, "eos_token_id", config)]
+    of_configs = [token for config in configs for token in _token_ids(path, "eos_token_id", config)]
     is_end = lambda token: fits(token) and (tokenizer.content is None or tokenizer.is_added(token))
-    return tuple(dict.fromkeys((*stated, *(filter(is_end, own) if stated else own))))
+    return tuple(dict.fromkeys((*stated, *(filter(is_end, of_configs) if stated else of_configs))))

@@ -53,8 +53,8 @@ def weights_of(config: Mapping) -> Mapping:
 def describe(config: Mapping) -> str:
     """Return a quantization_config as text, such as `gptq, bits 4, group_size 128, sym true`."""
     values = {**config, **{key: value for key, value in weights_of(config).items() if value is not None}}
-    given = [(key, values[key]) for key in _DESCRIBED if values.get(key) is not None]
-    listed = [f"{key} {shorten_text(value if isinstance(value, str) else json.dumps(value), 30)}" for key, value in given]
+    stated = [(key, values[key]) for key in _DESCRIBED if values.get(key) is not None]
+    listed = [f"{key} {shorten_text(value if isinstance(value, str) else json.dumps(value), 30)}" for key, value in stated]
     return ", ".join([str(config.get("quant_method")), *listed])
 
 
@@ -66,21 +66,21 @@ def layout_of(path: Path, config: Mapping) -> dict:
     method = config.get("quant_method")
     method = _SYNONYMS.get(method, method) if isinstance(method, str) else method
     _check(path, "quant_method", method, METHODS)
-    own = {**config, "quant_method": method}
+    layout = {**config, "quant_method": method}
     if method == "auto-round":
-        return _auto_round(path, own)
+        return _auto_round(path, layout)
     if method == "gptq":
-        own["checkpoint_format"] = version = own.get("checkpoint_format") or own.get("format")
+        layout["checkpoint_format"] = version = layout.get("checkpoint_format") or layout.get("format")
         _check(path, "checkpoint_format", version or "gptq", ZERO_POINTS)
     elif method == "awq":
-        _check(path, "version", str(own.get("version") or own.get("format") or "gemm").lower(), ("gemm",))
+        _check(path, "version", str(layout.get("version") or layout.get("format") or "gemm").lower(), ("gemm",))
     elif method == "modelopt":
-        _check(path, "quant_algo", own.get("quant_algo") or "MIXED_PRECISION", _ALGORITHMS)
+        _check(path, "quant_algo", layout.get("quant_algo") or "MIXED_PRECISION", _ALGORITHMS)
     elif method == "compressed-tensors":
-        sparse = own.get("sparsity_config")
-        for each in (own, sparse if isinstance(sparse, dict) else {}):
+        sparse = layout.get("sparsity_config")
+        for each in (layout, sparse if isinstance(sparse, dict) else {}):
             _check(path, "format", each.get("format", "dense"), _FORMATS)
-    return own
+    return layout
 
 
 def _auto_round(path: Path, config: dict) -> dict:

@@ -77,9 +77,7 @@ class Stored:
             tensor = replace(tensor, shape=tensor.shape[::2])
         if tensor.codec not in SCALE_TYPES or len(tensor.shape) > 2:
             known = ", ".join(SCALE_TYPES)
-            raise self.error(
-                f"unsupported {part} {list(tensor.shape)} of type {tensor.codec}; supported are 1 or 2 dimensions of {known}"
-            )
+            raise self.error(f"unsupported {_described(part, tensor)}; supported are 1 or 2 dimensions of {known}")
         return replace(tensor, shape=tensor.shape if len(tensor.shape) == 2 else (tensor.shape[0], 1))
 
     def tensor(
@@ -183,9 +181,7 @@ def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
     groups, out = scales.shape
     bits = 32 * qzeros.shape[-1] // out
     if bits not in ((4,) if is_awq else (4, 8)):
-        raise stored.error(
-            f"{bits} bits are unsupported; supported are {'4 bits for awq' if is_awq else '4 and 8 bits for gptq'}"
-        )
+        raise stored.error(f"{bits} bits are unsupported; supported are {'4 for awq' if is_awq else '4 and 8 for gptq'}")
     inner = qweight.shape[0] if is_awq else qweight.shape[0] * 32 // bits
     words = (inner, out * bits // 32) if is_awq else (inner * bits // 32, out)
     if qweight.shape != words or qzeros.shape != (groups, out * bits // 32) or {qweight.codec, qzeros.codec} != {"I32"}:
@@ -222,11 +218,11 @@ def _is_symmetric(stored: Stored) -> bool | None:
     """Return `sym` of a weight; `extra_config` and `dynamic` (GPTQModel) state it by layer."""
     for key in ("extra_config", "dynamic"):
         layers = stored.config.get(key)
-        for pattern, own in layers.items() if isinstance(layers, dict) else ():
+        for pattern, of_layer in layers.items() if isinstance(layers, dict) else ():
             with contextlib.suppress(re.error):
-                stated = isinstance(own, dict) and own.get("sym") is not None
+                stated = isinstance(of_layer, dict) and of_layer.get("sym") is not None
                 if stated and re.search(pattern.removeprefix("+:"), stored.name.removesuffix(".weight")):
-                    return own["sym"]
+                    return of_layer["sym"]
     return stored.config.get("sym")
 
 
@@ -382,13 +378,13 @@ def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]
     """
     config = layout_of(path, config)
     dropped = Counter(match[1] for name in tensors if (match := _OF_ACTIVATIONS.fullmatch(name)))
-    found = {name: tensor for name, tensor in tensors.items() if not _OF_ACTIVATIONS.fullmatch(name)}
+    combined = {name: tensor for name, tensor in tensors.items() if not _OF_ACTIVATIONS.fullmatch(name)}
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
         if part not in _LAYOUTS or (part == "weight" and tensor.codec not in ("F8_E4M3", "I8", "U8")):
             continue
         others, read = _LAYOUTS[part]
-        parts = {key: found.pop(f"{module}.{key}") for key in (part, *others) if f"{module}.{key}" in found}
-        own = f"{module}.weight"
-        found |= {tensor.name: tensor for tensor in read(Stored(path, own, config, parts))}
-    return found, dict(dropped)
+        parts = {key: combined.pop(f"{module}.{key}") for key in (part, *others) if f"{module}.{key}" in combined}
+        weight = f"{module}.weight"
+        combined |= {tensor.name: tensor for tensor in read(Stored(path, weight, config, parts))}
+    return combined, dict(dropped)

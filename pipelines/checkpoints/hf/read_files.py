@@ -89,9 +89,8 @@ def read_safetensors(path: Path, allow_parts: bool = False) -> dict[str, Tensor]
         with safe_open(path, framework="numpy"):
             pass  # opening checks the header, that shapes fit their bytes, and that bytes neither overlap nor end early
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is not a valid safetensors file ({shorten_text(str(error))}); download the file again"
-        ) from None
+        why = shorten_text(str(error))
+        raise CheckpointError(f"{path} is not a valid safetensors file ({why}); download the file again") from None
     header = json.loads(head)
     data = np.frombuffer(view, np.uint8)[_HEADER_LENGTH_BYTES + size :]
     names = [name for name in header if name != "__metadata__" and not is_ignorable(name)]
@@ -101,24 +100,18 @@ def read_safetensors(path: Path, allow_parts: bool = False) -> dict[str, Tensor]
 def _tensor(path: Path, name: str, entry: dict, data: np.ndarray, allow_parts: bool) -> Tensor:
     shape, dtype, (start, end) = tuple(entry["shape"]), entry["dtype"], entry["data_offsets"]
     if len(shape) > _MAX_DIMENSIONS:
-        raise CheckpointError(
-            f"{path}: {shorten_text(name)} has {len(shape)} dimensions, more than {_MAX_DIMENSIONS}; download again"
-        )
+        raise CheckpointError(f"{path}: {shorten_text(name)} has {len(shape)} dimensions, more than {_MAX_DIMENSIONS}")
     codec = dtype if dtype in PART_TYPES and allow_parts else CODEC_OF_DTYPE.get(dtype)
     if allow_parts:
         shape = shape or (1,)
     if codec is None:
         raise unsupported_type(path, name, dtype)
     if not shape or 0 in shape:
-        raise CheckpointError(
-            f"{path}: {shorten_text(name)} has no elements: its shape is {shorten(list(shape))}; download the file again"
-        )
+        raise CheckpointError(f"{path}: {shorten_text(name)} has no elements: its shape is {shorten(list(shape))}")
     rows = data[start:end].reshape(*shape[:-1], -1)
     return Tensor(name, shape, codec, name, lambda: rows)
 
 
 def unsupported_type(path: Path, name: str, dtype: str) -> CheckpointError:
     known = ", ".join(CODEC_OF_DTYPE)
-    return CheckpointError(
-        f"{path}: {shorten_text(name)} has the unsupported type {shorten_text(dtype)}; supported are {known}"
-    )
+    return CheckpointError(f"{path}: {shorten_text(name)} has the type {shorten_text(dtype)}; supported are {known}")

@@ -68,16 +68,16 @@ def text_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[s
 
 def text_part(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Return what `text_tensors` returns for a multimodal model."""
-    found: dict[str, Tensor] = {}
+    text: dict[str, Tensor] = {}
     left_out: Counter[str] = Counter()
     for name, tensor in tensors.items():
         if other := next((other for other in _OTHERS if name.removeprefix("model.").startswith(other)), None):
             left_out[name[: name.index(other)] + other.removesuffix(".")] += 1
         else:
             prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
-            own = _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
-            found[own] = replace(tensor, name=own)
-    return found, dict(left_out)
+            text_name = _PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+            text[text_name] = replace(tensor, name=text_name)
+    return text, dict(left_out)
 
 
 def base_names(tensors: Mapping[str, Tensor], prefixes: tuple[str, ...] = ("embed_tokens.weight",)) -> dict[str, Tensor]:
@@ -92,8 +92,11 @@ def with_embedding(tensors: Mapping[str, Tensor], config: Mapping) -> dict[str, 
     """Return the tensors with an embedding; a tied model may store only the output head."""
     if HEAD not in tensors or config.get("tie_word_embeddings") is False or any(name in tensors for name in EMBEDDINGS):
         return dict(tensors)
-    own = next(name for name in EMBEDDINGS if name.startswith("transformer.") is (config.get("model_type") == "gpt2"))
-    return {**{name: tensor for name, tensor in tensors.items() if name != HEAD}, own: replace(tensors[HEAD], name=own)}
+    embedding = next(name for name in EMBEDDINGS if name.startswith("transformer.") is (config.get("model_type") == "gpt2"))
+    return {
+        **{name: tensor for name, tensor in tensors.items() if name != HEAD},
+        embedding: replace(tensors[HEAD], name=embedding),
+    }
 
 
 def in_words(left_out: Mapping[str, int]) -> str:
@@ -200,7 +203,7 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
 
 def family_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert stored tensors to the names and shapes of this model type."""
-    found: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     replaced: set[str] = set()
     for tensor in tensors.values():
         for layout in LAYOUTS.get(model_type, ()):
@@ -208,10 +211,10 @@ def family_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> dict[str, 
                 continue
             scales = tensors.get(match.expand(layout.scales)) if layout.scales else None
             if layout.matches(tensor, scales):
-                found.update((part.name, part) for part in _parts(layout, match, tensor, scales))
+                converted.update((part.name, part) for part in _parts(layout, match, tensor, scales))
                 replaced |= {stored.name for stored in (tensor, scales) if stored is not None}
                 break
-    return {name: tensor for name, tensor in tensors.items() if tensor.name not in replaced} | found
+    return {name: tensor for name, tensor in tensors.items() if tensor.name not in replaced} | converted
 
 
 def is_transposed(model_type: str, name: str) -> bool:
@@ -222,11 +225,11 @@ def is_transposed(model_type: str, name: str) -> bool:
 def adapter_tensors(model_type: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Convert an adapter's tensors to the base's names; count those of a model's other parts."""
     text, left_out = text_part(base_names(tensors, ("embed_tokens.", "layers.")))
-    found: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for name, tensor in text.items():
         # A rule that drops tensors of a checkpoint must not drop a change that was trained.
-        found |= family_tensors(model_type, {name: tensor}) or {name: tensor}
-    return found, left_out
+        converted |= family_tensors(model_type, {name: tensor}) or {name: tensor}
+    return converted, left_out
 
 
 def _parts(layout: Layout, match: re.Match, tensor: Tensor, scales: Tensor | None) -> Iterator[Tensor]:
@@ -245,11 +248,11 @@ def _part(name: str, tensor: Tensor, index: int | None, rows: Rows, transposed: 
     taken = rows(shape[0])
 
     def read() -> np.ndarray:
-        own = tensor.data if index is None else tensor.data[index]
+        rows_read = tensor.data if index is None else tensor.data[index]
         if transposed:
-            own = own.reshape(shape[1], shape[0], -1).swapaxes(0, 1)
-        own = own.reshape(shape[0], -1)[taken]
-        return own.reshape(len(own), *shape[1:-1], -1) if len(shape) > 1 else own.reshape(-1)
+            rows_read = rows_read.reshape(shape[1], shape[0], -1).swapaxes(0, 1)
+        rows_read = rows_read.reshape(shape[0], -1)[taken]
+        return rows_read.reshape(len(rows_read), *shape[1:-1], -1) if len(shape) > 1 else rows_read.reshape(-1)
 
     return Tensor(name, (len(range(*taken.indices(shape[0]))), *shape[1:]), tensor.codec, tensor.source, read)
 

@@ -98,8 +98,8 @@ class HfTokenizer:
     def ids(self, name: str) -> list[int]:
         """Return the id of the special token with this name, if there is one."""
         text, content = self.special_tokens.get(name), self.content or {}
-        found = [entry["id"] for entry in _entries(content) if entry["content"] == text]
-        return found[-1:] or [number for number in [_vocabulary(content).get(text or "")] if number is not None]
+        added = [entry["id"] for entry in _entries(content) if entry["content"] == text]
+        return added[-1:] or [number for number in [_vocabulary(content).get(text or "")] if number is not None]
 
     def is_added(self, token: int) -> bool:
         return any(entry["id"] == token for entry in _entries(self.content or {}))
@@ -115,26 +115,26 @@ def read_tokenizer(path: Path, config: Mapping[str, Any]) -> HfTokenizer:
         return HfTokenizer(chat_template=template)
     padding = content.get("padding")
     defaults = {"pad_token": padding.get("pad_token")} if isinstance(padding, dict) else {}
-    given = dict(fields)
-    if "additional_special_tokens" in given and not given.get("extra_special_tokens"):
-        given["extra_special_tokens"] = given.pop("additional_special_tokens")
-    own = _pop_own(given, str)
-    if "added_tokens_decoder" in given:
-        decoder = dict(_numbered(path, given["added_tokens_decoder"]))
+    settings = dict(fields)
+    if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
+        settings["extra_special_tokens"] = settings.pop("additional_special_tokens")
+    own_names = _pop_own(settings, str)
+    if "added_tokens_decoder" in settings:
+        decoder = dict(_numbered(path, settings["added_tokens_decoder"]))
     else:
-        given, decoder = _with_old_files(path, given, content)
-    named = {**defaults, **kind.special, **given}
-    named = {name: named[name] for name in NAMES if named.get(name) is not None} | _pop_own(given, (str, dict)) | own
+        settings, decoder = _with_old_files(path, settings, content)
+    named = {**defaults, **kind.special, **settings}
+    named = {name: named[name] for name in NAMES if named.get(name) is not None} | _pop_own(settings, (str, dict)) | own_names
     checked = lambda token: token if isinstance(token, str) else _token(path, token)
-    named, extra = {name: checked(token) for name, token in named.items()}, [checked(token) for token in _listed(given)]
+    named, extra = {name: checked(token) for name, token in named.items()}, [checked(token) for token in _listed(settings)]
     content = _with_added(path, content, decoder, named, extra, _rows(config))
     if kind.resets_flags:
         texts = dict.fromkeys(map(_content, (*named.values(), *extra)))
         content = _with_added(path, content, dict(enumerate(_token(path, text) for text in texts)), {}, [], _rows(config))
-    found = HfTokenizer(content, {name: _content(token) for name, token in named.items()}, template)
+    tokenizer = HfTokenizer(content, {name: _content(token) for name, token in named.items()}, template)
     if not (path / TOKENIZER).exists():
-        content["post_processor"] = _post_processor(found, fields)
-    return found
+        content["post_processor"] = _post_processor(tokenizer, fields)
+    return tokenizer
 
 
 def read_chat_template(path: Path, fields: Mapping[str, Any]) -> str | None:
@@ -177,8 +177,10 @@ def _post_processor(tokenizer: HfTokenizer, fields: Mapping) -> dict | None:
 
 def _pop_own(fields: dict, kinds: type | tuple[type, ...]) -> dict[str, Any]:
     names = [name for name in fields if name.endswith("_token") and name not in NAMES and isinstance(fields[name], kinds)]
-    own = {name: fields.pop(name) for name in names}
-    return own | fields.pop("extra_special_tokens") if isinstance(fields.get("extra_special_tokens"), dict) else own
+    own_tokens = {name: fields.pop(name) for name in names}
+    return (
+        own_tokens | fields.pop("extra_special_tokens") if isinstance(fields.get("extra_special_tokens"), dict) else own_tokens
+    )
 
 
 def _class_of(fields: Mapping, config: Mapping, content: Mapping | None) -> _Class:
@@ -206,9 +208,9 @@ def _from_vocabulary(path: Path, kind: _Class, fields: Mapping) -> dict | None:
     """Return a tokenizer.json made from vocab.json and merges.txt; None without tokenizer."""
     vocab, merges = json_object(path / _VOCAB), text_of(path / _MERGES)
     if vocab is None or merges is None or kind.pre is None:
-        if found := next((name for name in _UNREAD if (path / name).exists()), None):
+        if unread := next((name for name in _UNREAD if (path / name).exists()), None):
             raise CheckpointError(
-                f"{path} has the tokenizer {found} but no {TOKENIZER}; save it with transformers: "
+                f"{path} has the tokenizer {unread} but no {TOKENIZER}; save it with transformers: "
                 "AutoTokenizer.from_pretrained(path).save_pretrained(path)"
             )
         return None
@@ -233,14 +235,14 @@ def _numbered(path: Path, decoder: Any) -> Iterator[tuple[int, dict]]:
 
 def _token(path: Path, value: Any, special: bool | None = None) -> dict[str, Any]:
     """Return an entry of added_tokens, without id; the defaults are AddedToken's."""
-    given = {"content": value, "special": True} if isinstance(value, str) else value
-    if not isinstance(given, dict) or not isinstance(given.get("content"), str):
+    entry = {"content": value, "special": True} if isinstance(value, str) else value
+    if not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
         raise CheckpointError(f"{path} has the special token {shorten(value)}, which is not a text")
-    is_special = given.get("special") is True if special is None else special
-    normalized = given.get("normalized")
-    flags = {name: given.get(name) is True for name in _FLAGS}
+    is_special = entry.get("special") is True if special is None else special
+    normalized = entry.get("normalized")
+    flags = {name: entry.get(name) is True for name in _FLAGS}
     return {
-        "content": given["content"], **flags, "normalized": not is_special if normalized is None else normalized is True,
+        "content": entry["content"], **flags, "normalized": not is_special if normalized is None else normalized is True,
         "special": is_special,
     }  # fmt: skip
 
@@ -251,8 +253,8 @@ def _with_old_files(path: Path, fields: Mapping, content: Mapping) -> tuple[dict
     named = {k: {**v, "special": True} if isinstance(v, dict) and "content" in v else v for k, v in named.items()}
     if isinstance(extra := named.get("extra_special_tokens"), list):
         named["extra_special_tokens"] = [*_list(fields.get("extra_special_tokens")), *extra]
-    given = {**fields, **named}
-    tokens = [*map(given.get, NAMES), *_list(given.get("extra_special_tokens"))]
+    settings = {**fields, **named}
+    tokens = [*map(settings.get, NAMES), *_list(settings.get("extra_special_tokens"))]
     texts = [_content(token) for token in tokens if not (isinstance(token, dict) and "__type" in token)]
     special = {text for text in texts if isinstance(text, str)}
     decoder = {}
@@ -262,8 +264,8 @@ def _with_old_files(path: Path, fields: Mapping, content: Mapping) -> tuple[dict
         decoder[number] = _token(path, {"content": text}, text in special)
     # A special token has the flags that these files give it, even if tokenizer.json has another token of its id.
     of_text = {token["content"]: token for token in decoder.values()}
-    given |= {name: of_text[text] for name in NAMES if (text := _content(given.get(name))) in of_text}
-    return given, decoder | {entry["id"]: _token(path, entry) for entry in _entries(content)}
+    settings |= {name: of_text[text] for name in NAMES if (text := _content(settings.get(name))) in of_text}
+    return settings, decoder | {entry["id"]: _token(path, entry) for entry in _entries(content)}
 
 
 def _content(token: Any) -> Any:
@@ -279,9 +281,9 @@ def _listed(fields: Mapping) -> list:
 
 
 def _entries(content: Mapping) -> list[dict]:
-    found = content.get("added_tokens")
+    entries = content.get("added_tokens")
     is_valid = lambda entry: isinstance(entry, dict) and isinstance(entry.get("content"), str) and type(entry.get("id")) is int
-    return found if isinstance(found, list) and all(map(is_valid, found)) else []
+    return entries if isinstance(entries, list) and all(map(is_valid, entries)) else []
 
 
 def _vocabulary(content: Mapping) -> dict[str, int]:
