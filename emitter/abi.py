@@ -15,12 +15,17 @@ start: position of the first token. length: number of tokens that are not paddin
 
 In `decode_batch_T` each token belongs to another sequence, and each state has the data of all T
 sequences, concatenated along dimension 0. A sequence with a negative position is skipped.
+
+LongRoPE rotates all tokens of a sequence by other frequencies once it is longer than the model's
+original context. If the compiled context is longer, each function of one sequence has a variant for
+such sequences, with the suffix `_long`. In `decode_batch_T`, a token at a position from the original
+context on belongs to such a sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 # exact: activations stay f32. canonical: also f32, and every sum has one fixed order, so that the bits do not depend on the
@@ -146,14 +151,18 @@ class Signature:
 
 @dataclass(frozen=True)
 class Function:
-    """An exported function, such as `prefill_32`, which has the role "prefill" and the width 32."""
+    """An exported function, such as `prefill_32`, which has the role "prefill" and the width 32.
+
+    is_long: whether it runs sequences longer than the model's original context.
+    """
 
     role: str
     width: int = 1
+    is_long: bool = False
 
     @property
     def name(self) -> str:
-        return ROLES[self.role].name.format(self.width)
+        return ROLES[self.role].name.format(self.width) + "_long" * self.is_long
 
     @property
     def sequences(self) -> int:
@@ -171,6 +180,7 @@ class Function:
         return Signature(tensors(role.operands, "i32"), tensors(role.results))
 
 
-def functions(widths: Mapping[str, Iterable[int]]) -> tuple[Function, ...]:
+def functions(widths: Mapping[str, Iterable[int]], with_long: bool = False) -> tuple[Function, ...]:
     """Return a module's functions, in the order of export, for the widths of each role."""
-    return tuple(Function(role, width) for role in ROLES for width in widths.get(role, ()))
+    short = [Function(role, width) for role in ROLES for width in widths.get(role, ())]
+    return *short, *(replace(f, is_long=True) for f in short if with_long and f.role != "batch")

@@ -53,8 +53,12 @@ def load(path: str | Path, threads: int | None = None, adapter: str | Path | Non
 def greedy(model: PreTrainedModel, tokens: Sequence[int], n: int) -> Greedy:
     """Generate `n` tokens after `tokens` by greedy decoding, with the KV cache of transformers."""
     found, margins, cache, feed = [], [], None, list(tokens)
+    original = getattr(model.config, "original_max_position_embeddings", None)
     with torch.inference_mode():
         for _ in range(n):
+            if len(tokens) + len(found) - 1 == original:
+                # LongRoPE: `prepare_inputs_for_generation` of such models drops the cache.
+                cache, feed = None, [*tokens, *found]
             out = model(torch.tensor([feed]), past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache, last = out.past_key_values, out.logits[0, -1].numpy()
             best = int(np.argmax(last))

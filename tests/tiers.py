@@ -117,6 +117,8 @@ tests/evaluate/test_tune.py
 tests/reference/test_tiny.py::test_every_weight
 tests/evaluate/test_workload.py
 tests/text/test_template_variables.py::test_a_bundle
+tests/engine/test_longrope.py::*[portable
+tests/engine/test_longrope.py::*[ring
 tests/test_batch.py::*[portable
 tests/test_caches.py::*[gemma3
 tests/test_caches.py::*portable

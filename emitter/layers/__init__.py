@@ -163,6 +163,9 @@ def rotary_tables(
 
     growth: maps positions [context] to factors f32 [context] of the rows of both tables.
     """
+    if step.is_long:
+        assert rotary.long
+        rotary, name = rotary.long, f"{name}.long"
     shape = (step.context, rotary.inv_freq.size)
 
     def values(function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:

@@ -23,18 +23,24 @@ class Rotary:
     inv_freq: radians per position, f32 [rotary_dim / 2].
     positions: the max sequence length for which these frequencies are valid.
     attention_factor: the number by which cos and sin are multiplied (YaRN, LongRoPE).
+    long: the frequencies of all tokens of a longer sequence (LongRoPE); None if there are none.
     """
 
     inv_freq: np.ndarray
     positions: int
     attention_factor: float = 1.0
+    long: Rotary | None = None
 
     def table(self, positions: int, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """Return the table of cos or sin, f32 [positions, rotary_dim / 2].
 
         function: np.cos or np.sin. An entry is `function(position * frequency) * attention_factor`,
-        with the angle rounded to f32, as in HF.
+        with the angle rounded to f32, as in HF. Rows that only a longer sequence has are those of
+        `long`.
         """
+        if self.long and positions > self.positions:
+            own, longer = self.table(self.positions, function), self.long.table(positions, function)
+            return np.concatenate([own, longer[self.positions :]])
         angle = np.arange(positions, dtype=np.float32)[:, None] * self.inv_freq[None, :]
         return (function(angle.astype(np.float64)).astype(np.float32) * np.float32(self.attention_factor)).astype(np.float32)
 
@@ -148,12 +154,7 @@ def _yarn(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
 def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
     """Return LongRoPE's frequencies (arXiv:2402.13753): number i is divided by `short_factor[i]`.
 
-    dim: number of rotated features of a head. scaling: the config's `rope_scaling`. positions: the
-    model's max sequence length.
-
-    Once a sequence exceeds the original length, HF divides by `long_factor` instead, for all
-    tokens. That would invalidate cached keys. So castiron uses only `short_factor`, and limits
-    positions to the original length if the two factors differ.
+    In a sequence longer than the original length, it is divided by `long_factor[i]` instead.
     """
     original = scaling["original_max_position_embeddings"]
     short, long = (np.array(scaling[f"{length}_factor"], np.float32) for length in ("short", "long"))
@@ -167,8 +168,11 @@ def _longrope(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotar
     if attention_factor is None:
         factor = positions / original if factor is None else factor
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    max_positions = positions if np.array_equal(short, long) else min(positions, original)
-    return Rotary(np.float32(1.0) / (short * wavelengths), max_positions, attention_factor)
+    one = np.float32(1.0)
+    if positions <= original or np.array_equal(short, long):
+        return Rotary(one / (short * wavelengths), positions, attention_factor)
+    longer = Rotary(one / (long * wavelengths), positions, attention_factor)
+    return Rotary(one / (short * wavelengths), original, attention_factor, longer)
 
 
 def proportional(theta: float, dim: int, share: float, factor: float, positions: int) -> Rotary:
@@ -231,7 +235,8 @@ def rotary(theta: float, rotary_dim: int, scaling: Mapping | None, max_positions
         raise EmitError(f"rope scaling {kind!r} has the unknown key {shorten_list(sorted(unknown))}; remove it from the config")
     with np.errstate(all="ignore"):
         frequencies = build(float(theta), rotary_dim, scaling, max_positions)
-    if not np.isfinite(frequencies.inv_freq).all() or not is_positive(frequencies.attention_factor):
+    every = [frequencies.inv_freq, *([frequencies.long.inv_freq] if frequencies.long else [])]
+    if not np.isfinite(every).all() or not is_positive(frequencies.attention_factor):
         raise EmitError(
             f"rope scaling {kind!r} with the base {theta} gives infinite or NaN frequencies; correct its parameters"
         )

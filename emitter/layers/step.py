@@ -103,7 +103,8 @@ class ModelModule(Module):
         function.length = length[0] if length else None
         with self.defining(function):
             tokens = ops.reshape(tokens, (entry.width,))
-            yield Step(self, entry.role, tokens, start, function.length, carried, {s.name: s for s in states}, context)
+            records = {s.name: s for s in states}
+            yield Step(self, entry.role, tokens, start, function.length, carried, records, context, entry.is_long)
 
     def weight(self, weight: Weight) -> Value:
         for name, shape in weight.tensors or ((weight.name, weight.shape),):
@@ -125,6 +126,7 @@ class Step:
     length: how many tokens are not padding, i32; None if there is no padding.
     states: the current value of each state, which layer operations replace. Dimension 0 is the
         layers, in a batch those of the first sequence, then those of the second, and so on.
+    is_long: whether the sequence is longer than the model's original context (LongRoPE).
     records: the `State` of each value in `states`.
     hidden: what `layers.lm_head` got, [rows, hidden]; None before that call.
     reordered: from (value, tensor with a permutation) to the value with permuted features.
@@ -138,6 +140,7 @@ class Step:
     states: dict[str, Value]
     records: Mapping[str, State]
     context: int
+    is_long: bool = False
     hidden: Value | None = None
     reordered: dict[tuple[Value, str], Value] = field(default_factory=dict)
 

@@ -101,7 +101,8 @@ def build(
     present = [state for state in _states(model, c, context, max_width, pooling) if state.shape[0]]
     states = stored_as(cut_to_rings(present, max_width), cache)
     widths_of = {"decode": (1,), "prefill": widths, "verify": verify, "batch": batches, "embed": embeds}
-    for entry in functions(widths_of if pooling is None else {"encode": embeds}):
+    with_long = c.original_context is not None and context > c.original_context
+    for entry in functions(widths_of if pooling is None else {"encode": embeds}, with_long):
         with module.step(entry, states, context) as step:
             results = _results(step, model, c, pooling)
             function = current_function()

@@ -34,6 +34,11 @@ class ModelConfig:
     windows: list[int | None]
     bidirectional: bool
 
+    @property
+    def original_context(self) -> int | None:
+        """Return the length past which HF rotates a sequence by other frequencies; None without."""
+        return None
+
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, eq=False, kw_only=True)(cls)
 

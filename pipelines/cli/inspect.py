@@ -78,6 +78,7 @@ def bundle(path: str) -> tuple[dict, list[str]]:
         ("weights", ", ".join(f"{count} {codec}" for codec, count in manifest.codecs.items())),
         *encoder(manifest),
         ("context", f"{manifest.context} positions, up to {manifest.max_context} with --context"),
+        ("LongRoPE", (original := manifest.original_context) and f"long factors in sequences of more than {original} tokens"),
         ("states", ", ".join(f"{state.name} {state.of(1)} {state.kind}" for state in manifest.states)),
         ("memory", f"{needed(manifest)}" + (f", in castiron serve {needed(manifest, slots)}" if slots > 1 else "")),
         ("functions", ", ".join(function.name for function in manifest.functions)),

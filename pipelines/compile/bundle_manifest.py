@@ -45,6 +45,7 @@ def manifest_of(
     first, config, sizes = next(iter(module.functions.values())), checkpoint.config, encoder_sizes(checkpoint, options)
     context = sizes.context if sizes else context_of(config, options)
     max_context = sizes.context if sizes else max_context_of(config, options)
+    functions = tuple(f.entry for f in module.functions.values() if f.entry)
     return Manifest(
         name=model_name(checkpoint.path),
         config=config,
@@ -52,7 +53,8 @@ def manifest_of(
         context=context,
         max_context=max_context,
         states=first.states,
-        functions=tuple(f.entry for f in module.functions.values() if f.entry),
+        functions=functions,
+        original_context=read_config(config).original_context if any(f.is_long for f in functions) else None,
         hidden=next((f.outputs[0].shape[-1] for f in module.functions.values() if f.output_names[0] != "argmax"), 0),
         encoder=_encoder(checkpoint, sizes) if sizes else None,
         numerics=options.numerics,

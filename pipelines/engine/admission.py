@@ -133,7 +133,8 @@ class Admission:
         return 0 if any(self._will_cache_more(r, request, cached) for r in older) else len(request.prompt) - cached
 
     def _will_cache_more(self, other: Request, request: Request, cached: int) -> bool:
-        if other.cache_salt != request.cache_salt:
+        is_long = self.cache.sessions[0].manifest.is_long
+        if other.cache_salt != request.cache_salt or is_long(len(other.prompt)) != is_long(len(request.prompt)):
             return False
         common, wanted, given = common_prefix(request.prompt, other.prompt), request.prompt_logprobs, other.prompt_logprobs
         if wanted is None:

@@ -212,18 +212,20 @@ class Engine:
             slot = scheduler.cache.latest()
             session = scheduler.batch.slots[slot]
             if position := session.position:
-                tokens = scheduler.cache.tokens[slot, :position]
-                write_state(path, identity(self.manifest), tokens, session.rows(position))
+                bundle = identity(self.manifest, is_long=session.is_long)
+                write_state(path, bundle, scheduler.cache.tokens[slot, :position], session.rows(position))
             else:
                 path.unlink(missing_ok=True)
 
     def load_state(self, path: Path) -> None:
         """Read a file of `save_state` into the prefix cache; StateError for another bundle's."""
         state = read_head(path)
-        if state.bundle != identity(self.manifest):
+        identities = [identity(self.manifest, is_long=is_long) for is_long in (False, True)]
+        if state.bundle not in identities:
             raise StateError(f"{path} is a state of another bundle; load it with that bundle")
         with self.exclusive() as scheduler:
-            scheduler.cache.load(read_rows(state, scheduler.batch.slots[0].rows(len(state.tokens))), state.tokens)
+            rows = read_rows(state, scheduler.batch.slots[0].rows(len(state.tokens)))
+            scheduler.cache.load(rows, state.tokens, bool(identities.index(state.bundle)))
 
     def close(self) -> None:
         """Close the engine after its current turn; later reads of events raise PipelineError.

@@ -17,12 +17,13 @@ class Paused:
     """A copy of the states of a preempted request, with which it continues later.
 
     rows: [] if there was no memory for a copy: then the model reads all tokens again.
-    chunked_tokens: see `Session`. prefilling: whether more than the last token is unread.
+    chunked_tokens, is_long: see `Session`. prefilling: whether more than the last token is unread.
     """
 
     rows: list[np.ndarray]
     position: int
     chunked_tokens: int
+    is_long: bool
     prefilling: bool
 
     @classmethod
@@ -31,16 +32,12 @@ class Paused:
         position = session.position
         rows = session.rows(position)
         if sum(array.nbytes for array in rows) > max_bytes:
-            return cls([], 0, 0, True)
-        return cls([array.copy() for array in rows], position, session.chunked_tokens, prefilling)
+            return cls([], 0, 0, False, True)
+        return cls([array.copy() for array in rows], position, session.chunked_tokens, session.is_long, prefilling)
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.rows)
-
-    def resume(self, session: Session) -> None:
-        """Write the copied states into `session`."""
-        session.take(self.rows, self.position, self.chunked_tokens)
 
 
 # A prompt reuses a slot's states in place if at most this many of the slot's last tokens differ.
@@ -73,9 +70,9 @@ class PrefixCache:
 
     def cached_in(self, prompt: np.ndarray, slot: int, top: int | None = None, salt: str = "") -> int:
         """Return how many tokens of `prompt`, i32 [n], can be reused from a slot."""
-        if self.salts[slot] != salt:
-            return 0
         session, scores = self.sessions[slot], self.scores[slot]
+        if self.salts[slot] != salt or not session.is_valid_for(len(prompt)):
+            return 0
         found = common_prefix(self.tokens[slot, : session.position], prompt)
         if top is not None:
             # If the last score has enough of the most probable tokens, all earlier ones do.
@@ -90,9 +87,9 @@ class PrefixCache:
         """
         return max(0, cached - 1) // self.score_width * self.score_width
 
-    def store_of(self, salt: str) -> PrefixStore | None:
-        """Return the cache on disk for prompts with `salt`, if there is one."""
-        return self.store and self.store.salted(salt)
+    def store_of(self, salt: str, total: int) -> PrefixStore | None:
+        """Return the cache on disk for texts of `total` tokens with `salt`, if there is one."""
+        return self.store and self.store.of(salt, self.store.manifest.is_long(total))
 
     def longest(self, prompt: np.ndarray, top: int | None = None, salt: str = "") -> int:
         """Return the length of the longest prefix of `prompt` that is in a slot or on disk."""
@@ -103,7 +100,7 @@ class PrefixCache:
 
         The first call for a prefix starts to read it in another thread.
         """
-        store = self.store_of(salt)
+        store = self.store_of(salt, len(prompt))
         longer = store and self._on_disk(prompt, top, salt) >= max(self._cached(prompt, top, salt)) + store.width
         return bool(longer and store.fetching(self.sessions[0], prompt))
 
@@ -111,7 +108,7 @@ class PrefixCache:
         return [self.cached_in(prompt, slot, top, salt) for slot in range(len(self.sessions))]
 
     def _on_disk(self, prompt: np.ndarray, top: int | None, salt: str) -> int:
-        store = self.store_of(salt)
+        store = self.store_of(salt, len(prompt))
         return store.lookup(self.sessions[0], prompt) if store and top is None else 0
 
     def take(self, prompt: np.ndarray, free: Collection[int], top: int | None = None, salt: str = "") -> tuple[int, int]:
@@ -119,7 +116,7 @@ class PrefixCache:
 
         A longer prefix in another slot or on disk is copied to the slot.
         """
-        cached, store = self._cached(prompt, top, salt), self.store_of(salt)
+        cached, store = self._cached(prompt, top, salt), self.store_of(salt, len(prompt))
         best = max(cached)
         if store and self._on_disk(prompt, top, salt) >= best + store.width:
             slot = self._unused_longest(free)
@@ -167,14 +164,14 @@ class PrefixCache:
     def resume(self, paused: Paused, tokens: np.ndarray, free: Collection[int], salt: str = "") -> int:
         """Copy a preempted request with these tokens to a free slot; return the slot."""
         slot = self._unused_longest(free)
-        paused.resume(self.sessions[slot])
+        self.sessions[slot].take(paused.rows, tokens[: paused.position], paused.chunked_tokens, paused.is_long)
         self._replace(slot, tokens[: paused.position], salt)
         return slot
 
-    def load(self, rows: Sequence[np.ndarray], tokens: np.ndarray) -> None:
+    def load(self, rows: Sequence[np.ndarray], tokens: np.ndarray, is_long: bool) -> None:
         """Load states after `tokens` into the oldest slot; only while no request runs."""
         slot = self._unused_longest(range(len(self.sessions)))
-        self.sessions[slot].take(rows, len(tokens))
+        self.sessions[slot].take(rows, tokens, is_long=is_long)
         self._replace(slot, tokens, "")
 
     def _replace(self, slot: int, tokens: Sequence[int] | np.ndarray, salt: str) -> None:

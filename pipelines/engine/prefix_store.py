@@ -54,11 +54,15 @@ class PrefixStore:
     """
 
     def __init__(
-        self, directory: Path | str, manifest: Manifest, max_bytes: int = MAX_BYTES, min_tokens: int = 0, salt: str = ""
-    ):
-        """Open the store in `directory`, with the states of prompts with `salt`."""
-        self.directory, self.manifest, self.max_bytes, self.salt = Path(directory), manifest, max_bytes, salt
-        self.bundle = identity(manifest, salt)
+        self, directory: Path | str, manifest: Manifest, max_bytes: int = MAX_BYTES, min_tokens: int = 0, salt: str = "",
+        is_long: bool = False,
+    ):  # fmt: skip
+        """Open the store in `directory`, with the states of prompts with `salt`.
+
+        is_long: whether the states are those of sequences longer than the original context.
+        """
+        self.directory, self.manifest, self.max_bytes, self.is_long = Path(directory), manifest, max_bytes, is_long
+        self.bundle = identity(manifest, salt, is_long)
         self.folder = self.directory / self.bundle
         self.width = max(manifest.widths("prefill"), default=1)
         self.min_tokens = max(min_tokens, MIN_CHUNKS * self.width)
@@ -75,13 +79,13 @@ class PrefixStore:
         self._writing: Future | None = None
         self._fetched: dict[str, Future[list[np.ndarray]]] = {}
         self._writable = True
-        self._salted: dict[str, PrefixStore] = {salt: self}
+        self._others: dict[tuple[str, bool], PrefixStore] = {(salt, is_long): self}
 
-    def salted(self, salt: str) -> PrefixStore:
-        """Return the store of the states of prompts with `salt`, in the same directory."""
-        if salt not in self._salted:
-            self._salted[salt] = PrefixStore(self.directory, self.manifest, self.max_bytes, self.min_tokens, salt)
-        return self._salted[salt]
+    def of(self, salt: str, is_long: bool = False) -> PrefixStore:
+        """Return the store of the states with this salt and `is_long`, in the same directory."""
+        if (key := (salt, is_long)) not in self._others:
+            self._others[key] = PrefixStore(self.directory, self.manifest, self.max_bytes, self.min_tokens, *key)
+        return self._others[key]
 
     def lookup(self, session: Session, prompt: np.ndarray) -> int:
         """Return the length of the longest stored prefix of `prompt`, i32 [n], or 0."""
@@ -99,7 +103,7 @@ class PrefixStore:
             except (StateError, OSError) as error:
                 self._reject(state.path, error)
                 continue
-            session.take(rows, position, position)
+            session.take(rows, prompt[:position], position, self.is_long)
             with contextlib.suppress(OSError):
                 os.utime(state.path)
             return position
@@ -142,7 +146,7 @@ class PrefixStore:
 
     def finish(self) -> None:
         """Wait until the KV caches passed to `save` are written."""
-        for store in self._salted.values():
+        for store in self._others.values():
             if store._writing:
                 store._writing.result()
 

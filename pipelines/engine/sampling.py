@@ -382,18 +382,19 @@ def score_width(widths: Sequence[int], max_width: int) -> int:
     return max((width for width in widths if width <= max_width), default=min(widths, default=1))
 
 
-def logit_rows(session: Session, tokens: Sequence[int], width: int) -> Iterator[np.ndarray]:
+def logit_rows(session: Session, tokens: Sequence[int], width: int, total: int = 0) -> Iterator[np.ndarray]:
     """Read `tokens` in calls of `width` tokens; yield the logits after each, f32 [vocab].
 
     Decode steps replace the last call if the session cannot undo its padding.
+    total: see `Session`.
     """
     for start in range(0, len(tokens), width):
         part = tokens[start : start + width]
         if len(part) == width > 1:
-            session.verify(part)
-        elif width == 1 or not session.verify_fewer(part, width):
+            session.verify(part, total)
+        elif width == 1 or not session.verify_fewer(part, width, total):
             for token in part:
-                session.step(token)
+                session.prefill([token], total=total)
                 yield session.logits()
             continue
         for row in session.verified_rows():

@@ -107,12 +107,23 @@ class Scheduler:
         """Read a part of a prompt, run a decode step, and return the new events."""
         events: Events = []
         self._preempt()
+        self._read_outgrown_again()
         forced = {slot: r for slot, r in self.decoding.items() if r.constraint and len(self._unread(slot, r)) > 1}
         while self._read(forced, events) and self.fill_slots and (self.prefilling or self.waiting and self.requests.free):
             forced = {}
+        self._read_outgrown_again()
         if self.decoding:
             self._decode(events)
         return events
+
+    def _read_outgrown_again(self) -> None:
+        """Read texts again that are now longer than the model's original context (LongRoPE)."""
+        for slot, request in list(self.decoding.items()):
+            session, total = self.batch.slots[slot], len(request.unread(0))
+            if not session.is_valid_for(total):
+                session.rewind(0)
+                self.cache.scores[slot] = []
+                self.prefilling[slot] = self.decoding.pop(slot)
 
     def fail_all(self, error: BaseException) -> Events:
         """End every request with `error`, and return the events that report this.
@@ -148,7 +159,8 @@ class Scheduler:
                     # Copying, or reading from disk, may take as long as a chunk.
                     return True
             session, left = self.batch.slots[slot], self._unread(slot, request)
-            store, is_interleaved = self.cache.store_of(request.cache_salt), bool(self.decoding.keys() - {slot})
+            total = len(request.unread(0))
+            store, is_interleaved = self.cache.store_of(request.cache_salt, total), bool(self.decoding.keys() - {slot})
             if is_interleaved and store and slot not in forced and session.position == session.chunked_tokens:
                 # Read full chunks, because a state after narrower ones is not stored.
                 is_interleaved = not store.will_store(session, request.prompt, session.position)
@@ -173,12 +185,13 @@ class Scheduler:
 
     def _read_chunk(self, session, request: Request, left, width: int, forced: bool):
         if not request.needs_scores or forced:
-            return left[:width], session.prefill(left[:width])
+            return left[:width], session.prefill(left[:width], total=len(request.unread(0)))
         # Make only complete calls, so that a prefix always has the same logits to the last bit.
         own = self.cache.score_width
         count = min(len(left), max(1, width // SCORING // own) * own)
         argmax, read = 0, left[:count]
-        for index, logits in enumerate(logit_rows(session, read.tolist(), own), session.position + 1):
+        rows = logit_rows(session, read.tolist(), own, len(request.prompt))
+        for index, logits in enumerate(rows, session.position + 1):
             if index < len(request.prompt):
                 request.scores.append(log_probabilities(logits, int(request.prompt[index]), request.prompt_logprobs))
             else:

@@ -209,7 +209,10 @@ class Speculator:
 
     def _plan(self) -> tuple[str | None, int]:
         """Return ("ngram" or "draft", number of proposals) for the next model call, or (None, 0)."""
-        free = self.session.context - self.session.position
+        position, original = self.session.position, self.session.manifest.original_context
+        # A longer sequence has other logits at all positions (LongRoPE).
+        end = original if original and position < original else self.session.context
+        free = end - position
         widest = max((width for width in self.widths if width <= free), default=1)
         left = self.request.limit - len(self.request.tokens)
         if not self.costs.known or widest == 1 or left == 1:

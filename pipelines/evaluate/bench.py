@@ -212,7 +212,11 @@ class Workload:
         Long prompts take several calls of the prefill functions. If the last call has fewer tokens
         than its function takes, the padding does not count.
         """
-        names = {function.width: function.name for function in self.manifest.functions if function.role == "prefill"}
+        names = {
+            function.width: function.name
+            for function in self.manifest.functions
+            if function.role == "prefill" and not function.is_long
+        }
         names[1] = "decode_step"
         done, total = 0, 0.0
         for width, count in chunks(tokens, 0, self.manifest.context, self.manifest.widths("prefill"), 0.0):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from castiron.emitter.abi import Function
 from castiron.emitter.graph.ir import Graph, Op
 from castiron.emitter.graph.types import DTYPES
 from castiron.emitter.lowering import lower
@@ -40,7 +41,7 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
     model = build_model(checkpoint, options)
     check_finite(checkpoint)
     module = lower(model, lowering)
-    function = f"prefill_{width}"
+    function = Function("prefill", width, is_long=any(f.entry.is_long for f in model.functions.values())).name
     ours = _activations(checkpoint, module, function, tokens)
     with dequantised(checkpoint.path) as directory:
         oracle = hf.load(directory)

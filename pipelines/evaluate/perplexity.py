@@ -161,11 +161,12 @@ def bundle_logits(session: Session, steps: bool = False) -> LogitsFunction:
         session.rewind(0)
         if not steps:
             if first:
-                session.prefill(tokens[:first])
-            yield from logit_rows(session, tokens[first:], score_width(session.manifest.widths("verify"), len(tokens)))
+                session.prefill(tokens[:first], total=len(tokens))
+            width = score_width(session.manifest.widths("verify"), len(tokens))
+            yield from logit_rows(session, tokens[first:], width, len(tokens))
             return
         for index, token in enumerate(tokens):
-            session.step(token)
+            session.prefill([token], total=len(tokens))
             if index >= first:
                 yield session.logits()
 

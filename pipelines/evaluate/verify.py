@@ -259,12 +259,15 @@ def expect(model, prompt: list[int], ours: list[int]):
     ours: castiron's greedy tokens for this prompt. HF reads the prompt and `ours` in one pass,
     which is faster than generating. So HF's tokens after the first one that differs from `ours` are
     not valid. If HF's two largest logits at a valid position differ by less than `CERTAIN`, HF
-    generates token by token instead.
+    generates token by token instead, and also if LongRoPE's frequencies change in between.
     """
     import torch
 
     from castiron.reference import hf
 
+    original = getattr(model.config, "original_max_position_embeddings", None)
+    if original and len(prompt) <= original < len(prompt) + len(ours) - 1:
+        return hf.greedy(model, prompt, len(ours))
     with torch.inference_mode():
         ids = torch.tensor([prompt + ours[:-1]])
         logits = model(ids, use_cache=False, logits_to_keep=len(ours)).logits[0].numpy()

@@ -45,9 +45,9 @@ class Counting(Session):
     fed = steps = 0
     interrupt_at = None
 
-    def prefill(self, tokens, progress=None):
+    def prefill(self, tokens, progress=None, total=0):
         self.fed += len(tokens)
-        return super().prefill(tokens, progress)
+        return super().prefill(tokens, progress, total)
 
     def step(self, token):
         self.steps += 1
@@ -231,7 +231,8 @@ def test_an_interrupt_during_speculation_leaves_a_valid_cache(make, monkeypatch)
     monkeypatch.setattr(Speculator, "_plan", lambda self: ("ngram", 3) if self.ngrams.length else (None, 0))
     chat = make(max_tokens=8, ngrams=True)
     chat.tokenizer.eos = ()
-    session_of(chat).manifest = SimpleNamespace(widths={"verify": (4,), "prefill": toy_text.WIDTHS}.__getitem__)
+    widths = {"verify": (4,), "prefill": toy_text.WIDTHS}.__getitem__
+    session_of(chat).manifest = SimpleNamespace(widths=widths, is_long=lambda total: False)
     session_of(chat).verify = lambda tokens: [session_of(chat).step(token) for token in tokens]
 
     def interrupted(*_):

@@ -240,8 +240,32 @@ def test_rejects_a_value_that_is_not_understood(model_type, change, words):
         read({**unlike_the_defaults(model_type), **change})
 
 
-def test_longrope_limits_the_context_to_the_original_length():
+def test_longrope_limits_the_context_to_the_original_length_in_families_that_keep_the_cache():
+    """HF computes the cache again in Phi-3 only."""
     config = PUBLISHED["Phi 3.5 mini"]
-    assert read_config(config).max_positions == 4096
-    with pytest.raises(EmitError, match="1 to 4096 positions, because rotary scaling for a longer context would change"):
-        build(config, lambda name: "f32", 8192, ())
+    assert (read_config(config).max_positions, read_config(config).original_context) == (131072, 4096)
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    llama = {
+        **unlike_the_defaults("llama"),
+        "head_dim": 16,
+        "rope_scaling": {**factors, "original_max_position_embeddings": 64},
+    }
+    assert read_config(llama).max_positions == 64
+    with pytest.raises(EmitError, match="1 to 64 positions, because rotary scaling for a longer context would change"):
+        build(llama, lambda name: "f32", 128, ())
+
+
+def test_functions_for_long_sequences_exist_only_past_the_original_length():
+    config = PUBLISHED["Phi 3.5 mini"]
+    names = lambda context: set(build(config, lambda name: "f32", context, (8,), (4,), (2,)).functions)
+    short = {"decode_step", "prefill_8", "verify_4", "decode_batch_2"}
+    assert names(4096) == short
+    assert names(4097) == short | {"decode_step_long", "prefill_8_long", "verify_4_long"}
+
+
+def test_phi3_has_an_original_length_of_its_own():
+    """HF's default of the top level replaces the value in `rope_scaling`."""
+    config = dict(PUBLISHED["Phi 3.5 mini"])
+    del config["original_max_position_embeddings"]
+    config["rope_scaling"] = {**config["rope_scaling"], "original_max_position_embeddings": 2048}
+    assert read_config(config).original_context == 4096

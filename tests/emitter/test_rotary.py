@@ -56,7 +56,7 @@ def check(ours: Rotary, theirs: torch.nn.Module, positions: int, atol: float) ->
 
 @pytest.mark.parametrize("partial", [1.0, 0.5, 0.75])
 @pytest.mark.parametrize("given", [{}, {"factor": 8.0}, {"attention_factor": 1.1}])
-def test_longrope_takes_the_short_factors_for_the_original_length(partial, given):
+def test_longrope_takes_other_factors_past_the_original_length(partial, given):
     dim = int(32 * partial)
     entry = {
         "rope_type": "longrope",
@@ -76,8 +76,15 @@ def test_longrope_takes_the_short_factors_for_the_original_length(partial, given
     entry["original_max_position_embeddings"] = 128
     ours = rotary(10000.0, dim, entry, 1024)
     check(ours, theirs, 128, 1e-5)
-    past, _ = theirs(torch.zeros(1, dtype=torch.float32), torch.arange(129)[None])
-    assert np.abs(past[0, :128, : dim // 2].numpy() - ours.table(128, np.cos)).max() > 0.1
+    assert ours.positions == 128
+    # A longer sequence replaces their frequencies.
+    theirs(torch.zeros(1), torch.arange(129)[None])
+    check(ours.long, theirs, 1024, 1e-4)
+    # The rows from 128 on are those of the longer sequence.
+    for function in (np.cos, np.sin):
+        table = ours.table(200, function)
+        assert np.array_equal(table[:128], ours.table(128, function))
+        assert np.array_equal(table[128:], ours.long.table(200, function)[128:])
 
 
 def test_longrope_holds_everywhere_if_its_factors_agree():

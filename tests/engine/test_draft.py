@@ -113,7 +113,7 @@ class ParrotDraft(FakeSession):
         super().__init__(context)
         self.parrot, self.wrong, self.costs = parrot, wrong, (step, read)
 
-    def prefill(self, tokens, progress=None):
+    def prefill(self, tokens, progress=None, total=0):
         self.parrot.now += self.costs[1] * len(tokens)
         return super().prefill(tokens)
 
@@ -184,9 +184,9 @@ def test_a_conversation_keeps_the_draft_in_step(target, small, eager):
     text, read = load_tokenizer(target), []
 
     class Counting(Session):
-        def prefill(self, tokens, progress=None):
+        def prefill(self, tokens, progress=None, total=0):
             read.extend(tokens)
-            return super().prefill(tokens, progress)
+            return super().prefill(tokens, progress, total)
 
     proposing = Draft(Counting(target, 1), target.manifest.vocab)
     generated = []

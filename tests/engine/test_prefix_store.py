@@ -314,7 +314,7 @@ def test_a_prompt_reuses_states_of_its_own_salt_only(llama, tmp_path):
         assert found == [salt != ""] * 3
         engine.close()
     store = stored(llama, tmp_path)
-    assert len(list(store.directory.iterdir())) == 3 and store.salted("c").lookup(session, TOKENS) == 0
+    assert len(list(store.directory.iterdir())) == 3 and store.of("c").lookup(session, TOKENS) == 0
 
 
 def test_a_reader_never_finds_an_incomplete_file(tmp_path):

@@ -61,7 +61,7 @@ class Slot(FakeSession):
     def position(self) -> int:
         return len(self.stored)
 
-    def prefill(self, tokens, progress=None) -> int:
+    def prefill(self, tokens, progress=None, total=0) -> int:
         self.batch.work.append(("prefill", self.batch.slots.index(self), len(tokens)))
         self.batch.fail_on(tokens)
         return self._append(tokens)
@@ -93,9 +93,11 @@ class Slot(FakeSession):
         assert position == self.position
         return [np.array(self.stored)]
 
-    def take(self, rows: list[np.ndarray], position: int, chunked_tokens: int) -> None:
+    is_long = False
+
+    def take(self, rows: list[np.ndarray], tokens: np.ndarray, chunked_tokens: int, is_long: bool) -> None:
         self.stored, self.ready = rows[0].tolist(), False
-        assert self.position == position
+        assert self.stored == tokens.tolist()
 
 
 class FakeBatch:

@@ -51,7 +51,7 @@ class Parrot(FakeSession):
     def clock(self):
         return self.now
 
-    def prefill(self, tokens, progress=None):
+    def prefill(self, tokens, progress=None, total=0):
         self.position += len(tokens)
         return self.text[self.position]
 

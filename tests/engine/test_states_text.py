@@ -74,9 +74,9 @@ class Counting(Session):
 
     read = 0
 
-    def prefill(self, tokens, progress=None):
+    def prefill(self, tokens, progress=None, total=0):
         self.read += len(tokens)
-        return super().prefill(tokens, progress)
+        return super().prefill(tokens, progress, total)
 
 
 def test_a_conversation_continues_from_its_states(compiled, text):

@@ -38,7 +38,7 @@ def workload(config: dict, codec: str, cache: str = "f32") -> Workload:
     module = build(config, stored, CONTEXT, WIDTHS, cache=cache)
     lowered = lower(module, "kernels", "avx2", 2)
     work = {name: work_of(function, CONTEXT) for name, function in lowered.functions.items()}
-    functions = [SimpleNamespace(role="prefill", width=width, name=f"prefill_{width}") for width in WIDTHS]
+    functions = [SimpleNamespace(role="prefill", width=width, name=f"prefill_{width}", is_long=False) for width in WIDTHS]
     facts = {"context": CONTEXT, "widths": lambda role: WIDTHS}
     return Workload(SimpleNamespace(compile={"work": work}, functions=functions, **facts))
 

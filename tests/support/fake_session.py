@@ -13,13 +13,19 @@ class FakeSession:
     def __init__(self, context: int = 10**6, eos=(), prefill_widths=(), verify=()):
         self.context, self.fed = context, []
         widths = {"prefill": prefill_widths, "verify": verify}
-        self.manifest = SimpleNamespace(tokens=SimpleNamespace(eos=eos), widths=lambda role: widths.get(role, ()))
+        self.manifest = SimpleNamespace(
+            tokens=SimpleNamespace(eos=eos), widths=lambda role: widths.get(role, ()), original_context=None,
+            is_long=lambda total: False,
+        )  # fmt: skip
 
     @property
     def position(self) -> int:
         return len(self.fed)
 
-    def prefill(self, tokens, progress=None) -> int:
+    def is_valid_for(self, total: int) -> bool:
+        return True
+
+    def prefill(self, tokens, progress=None, total: int = 0) -> int:
         self.fed += map(int, tokens)
         assert self.position <= self.context
         return int(self.logits().argmax())

@@ -116,7 +116,7 @@ class Scripted(FakeSession):
         super().__init__(200)
         self.tokens = tokens
 
-    def prefill(self, tokens, progress=None) -> int:
+    def prefill(self, tokens, progress=None, total=0) -> int:
         self.fed += map(int, tokens)
         self.generated = 0
         return self.tokens[0]

@@ -56,7 +56,7 @@ def test_a_written_manifest_is_read_back(toy_dir):
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
-        (["schema"], 2, "has manifest schema 2, but this castiron reads schema 9"),
+        (["schema"], 2, "has manifest schema 2, but this castiron reads schema 10"),
         (["schema"], True, "has manifest schema True"),
         (["name"], DELETED, "missing field: name"),
         (["states", 0, "colour"], 1, "unknown field: states[0].colour"),
@@ -102,6 +102,22 @@ def test_rejects_invalid_manifests(copy, keys, value, message):
 )
 def test_rejects_invalid_functions(copy, widths, message):
     wrong = dataclasses.replace(open_bundle(copy).manifest, functions=functions({"decode": (1,), **widths}))
+    (copy / "manifest.json").write_bytes(dump(wrong))
+    assert message in rejection(copy)
+
+
+@pytest.mark.parametrize(
+    ("original", "with_long", "message"),
+    [
+        (None, True, "'functions' is not in the order"),
+        (9, False, "'functions' is not in the order"),
+        (24, True, "'original_context' is 24; it must be at least 1 and below max_context, 24"),
+        (0, True, "'original_context' is 0"),
+    ],
+)
+def test_rejects_an_original_context_without_functions_for_longer_texts(copy, original, with_long, message):
+    made = functions({"decode": (1,), "prefill": (4, 8)}, with_long)
+    wrong = dataclasses.replace(open_bundle(copy).manifest, functions=made, original_context=original)
     (copy / "manifest.json").write_bytes(dump(wrong))
     assert message in rejection(copy)
 

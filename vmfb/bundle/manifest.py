@@ -13,7 +13,7 @@ from castiron.emitter.abi import ROLES, SAME_BITS, Function, Signature, State, f
 from castiron.vmfb.bundle.json_record import Json, RecordError, from_json, short, to_json
 from castiron.vmfb.targets import Target
 
-SCHEMA = 9
+SCHEMA = 10
 MANIFEST = "manifest.json"
 MODEL, WEIGHTS, TOKENIZER, TABLE, TEMPLATE, LOG, TEXT, DEVICE = (
     "model.vmfb", "weights.irpa", "tokenizer.json", "tokenizer.table", "chat_template.jinja", "compile.log", "model.mlir",
@@ -150,6 +150,7 @@ class Manifest:
     """The contents of a bundle's `manifest.json`.
 
     vocab, context, max_context: in tokens; the functions support contexts up to `max_context`.
+    original_context: sequences of more tokens run the functions with `is_long`; None without these.
     states: those of one sequence, in the order of the functions' operands.
     weights: the format that the user chose, such as "q4_0"; "native" is the checkpoint's.
     codecs: number of weight tensors by codec.
@@ -185,6 +186,7 @@ class Manifest:
     encoder: EncoderConfig | None = None
     tool_format: dict | None = None
     known_answer: KnownAnswer | None = None
+    original_context: int | None = None
     schema: int = SCHEMA
 
     @property
@@ -204,11 +206,15 @@ class Manifest:
 
     def widths(self, role: str) -> tuple[int, ...]:
         """Return the widths of the functions with a role such as "prefill", in ascending order."""
-        return tuple(sorted(function.width for function in self.functions if function.role == role))
+        return tuple(sorted({function.width for function in self.functions if function.role == role}))
 
-    def function(self, role: str, width: int = 1) -> Function:
+    def function(self, role: str, width: int = 1, is_long: bool = False) -> Function:
         """Return the function with a role, such as "prefill", and a width; KeyError if absent."""
-        return {(f.role, f.width): f for f in self.functions}[role, width]
+        return {(f.role, f.width, f.is_long): f for f in self.functions}[role, width, is_long]
+
+    def is_long(self, tokens: int) -> bool:
+        """Return whether functions with `is_long` run a sequence of `tokens` tokens."""
+        return self.original_context is not None and tokens > self.original_context
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -369,7 +375,7 @@ def check(manifest: Manifest) -> None:
 def _check_functions(manifest: Manifest) -> None:
     if unknown := [f.role for f in manifest.functions if f.role not in ROLES]:
         raise RecordError(f"manifest field 'functions' has the unknown role {short(unknown[0])}; use one of {', '.join(ROLES)}")
-    widths = {role: [f.width for f in manifest.functions if f.role == role] for role in ROLES}
+    widths = {role: [f.width for f in manifest.functions if f.role == role and not f.is_long] for role in ROLES}
     multi = [w for role in ("prefill", "verify", "embed", "encode") for w in widths[role]]
     if bad := [w for w in multi if not 2 <= w <= manifest.context]:
         raise RecordError(
@@ -391,8 +397,14 @@ def _check_functions(manifest: Manifest) -> None:
         raise RecordError(
             f"manifest field 'functions' has {wrong[0]} functions of widths {found}; use distinct widths of at least 1"
         )
-    if manifest.functions != functions(widths):
-        raise RecordError(f"manifest field 'functions' is not grouped by role in the order {', '.join(ROLES)}")
+    original = manifest.original_context
+    if original is not None and not 1 <= original < manifest.max_context:
+        raise RecordError(
+            f"manifest field 'original_context' is {original}; it must be at least 1 and below max_context, "
+            f"{manifest.max_context}"
+        )
+    if manifest.functions != functions(widths, original is not None):
+        raise RecordError(f"manifest field 'functions' is not in the order {', '.join(ROLES)}, then those with is_long")
 
 
 def _check_encoder(manifest: Manifest, encoder: EncoderConfig) -> None:

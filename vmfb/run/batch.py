@@ -124,6 +124,8 @@ class Batch:
     def _step_together(self, span: Span, tokens: Mapping[int, int]) -> dict[int, int]:
         (call, words, positions), (first, width) = self._calls[span], span
         taken = [slot for slot in range(first, first + width) if slot in tokens]
+        for slot in taken:
+            self.slots[slot].prepare(self.slots[slot].position + 1)
         self._save_logits(call, taken)
         for row in range(width):
             words[row] = tokens.get(first + row, 0)
@@ -132,6 +134,7 @@ class Batch:
         found = call.argmaxes(width)
         for slot in taken:
             session = self.slots[slot]
+            session.tokens[session.position] = tokens[slot]
             session.position += 1
             session._last = Row(call, slot - first)
         return {slot: found[slot - first] for slot in taken}

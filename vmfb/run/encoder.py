@@ -9,7 +9,7 @@ import numpy as np
 
 from castiron.vmfb.bundle.bundle import Bundle
 from castiron.vmfb.device.open_program import open_program
-from castiron.vmfb.device.program import Program, SessionError, exclusive
+from castiron.vmfb.device.program import Buffer, Call, Program, SessionError, exclusive
 from castiron.vmfb.run.states import KINDS
 
 
@@ -32,10 +32,11 @@ class Encoder:
         ]
         start, length = (program.zeros((), "i32") for _ in range(2))
         self._start, self._length = start.words, length.words
-        self._calls = {}
-        for width in manifest.widths("encode"):
-            tokens = program.zeros((width,), "i32")
-            self._calls[width] = program.call(manifest.function("encode", width), (tokens, start, length, *states)), tokens
+        self._calls: dict[bool, dict[int, tuple[Call, Buffer]]] = {False: {}, True: {}}
+        for function in manifest.functions:
+            tokens = program.zeros((function.width,), "i32")
+            call = program.call(function, (tokens, start, length, *states))
+            self._calls[function.is_long][function.width] = call, tokens
 
     @exclusive
     def encode(self, tokens: Sequence[int]) -> np.ndarray:
@@ -50,10 +51,11 @@ class Encoder:
             raise SessionError(f"token {wrong} is outside the vocabulary of {vocab}; use the model's tokenizer")
         for state in self._states:
             state.go_back(0, 0)
-        widest = max(self._calls)
+        calls = self._calls[self.manifest.is_long(ids.size)]
+        widest = max(calls)
         for start in range(0, ids.size, widest):
             part = ids[start : start + widest]
-            call, buffer = self._calls[min(width for width in self._calls if width >= part.size)]
+            call, buffer = calls[min(width for width in calls if width >= part.size)]
             buffer.array[: part.size], buffer.array[part.size :] = part, 0
             self._start[0], self._length[0] = start, part.size
             call.invoke()

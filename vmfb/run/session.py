@@ -25,7 +25,14 @@ class Session:
     Sessions of one `program` (see `fork`) run one at a time: a call raises SessionError while
     another thread runs one, and in a forked child. Only written positions use memory.
 
+    LongRoPE rotates all tokens by other frequencies once a sequence is longer than the model's
+    original context. A call that crosses this length, in either direction, first computes the
+    states again from the tokens, as HF does. The option `total` of a call is the length of the
+    sequence, if more tokens than those of the call will follow.
+
+    tokens: the appended ids, i32 [context]; the first `position` are valid.
     position: number of tokens in the states, which is the position of the next token.
+    is_long: whether the states are those of a sequence longer than the original context.
     widest: width of the largest prefill function.
     chunked_tokens: number of first tokens that were appended in full chunks of `widest` tokens.
         Sessions that appended the same tokens in such chunks have bit-identical states.
@@ -45,6 +52,7 @@ class Session:
             raise SessionError(f"{manifest.name} is an embedding model and cannot generate text; use `castiron embed`")
         self.context, self.vocab, self.threads = manifest.context, manifest.vocab, program.threads
         self.position = self.chunked_tokens = 0
+        self.tokens = np.zeros(self.context, np.int32)
         self.widest = max(manifest.widths("prefill"), default=1)
         states = tuple(states or (program.state(state.shape, state.dtype) for state in manifest.states))
         self._states = [KINDS[s.kind](buffer.array, s.window) for s, buffer in zip(manifest.states, states, strict=True)]
@@ -53,25 +61,54 @@ class Session:
         token, position, length = (program.zeros((), "i32") for _ in range(3))
         # Memory views, because assigning a NumPy scalar takes twice as long.
         self._token_word, self._position_word, self._length_word = token.words, position.words, length.words
-        self._decode = program.call(manifest.function("decode"), (token, position, *states))
 
-        def calls(role: str, *numbers: Buffer) -> dict[int, tuple[Call, Buffer]]:
+        def calls(role: str, is_long: bool, *numbers: Buffer) -> dict[int, tuple[Call, Buffer]]:
             tokens = {width: program.zeros((width,), "i32") for width in manifest.widths(role)}
-            return {w: (program.call(manifest.function(role, w), (t, *numbers, *states)), t) for w, t in tokens.items()}
+            functions = {width: manifest.function(role, width, is_long) for width in tokens}
+            return {w: (program.call(functions[w], (t, *numbers, *states)), t) for w, t in tokens.items()}
 
-        self._prefill, self._verify = calls("prefill", position, length), calls("verify", position)
-        self._embed = calls("embed", position, length)
+        self._functions = [
+            (
+                program.call(manifest.function("decode", 1, is_long), (token, position, *states)),
+                calls("prefill", is_long, position, length),
+                calls("verify", is_long, position),
+                calls("embed", is_long, position, length),
+            )
+            for is_long in ((False,) if manifest.original_context is None else (False, True))
+        ]
+        self._use(False)
         # The kernels skip rows past the length; StableHLO computes them.
         self._padding = 0.0 if manifest.lowering == "kernels" else 1.0
         self._last: Call | Row | np.ndarray | None = None
 
+    def _use(self, is_long: bool) -> None:
+        self.is_long = is_long
+        self._decode, self._prefill, self._verify, self._embed = self._functions[is_long]
+
+    def is_valid_for(self, total: int) -> bool:
+        """Return whether a sequence of `total` tokens can have the states of this one."""
+        return self.is_long == self.manifest.is_long(total)
+
+    def prepare(self, total: int) -> None:
+        """Compute the states again if they are not valid for a sequence of `total` tokens."""
+        if not self.is_valid_for(total):
+            tokens = self.tokens[: self.position].copy()
+            self.rewind(0)
+            self._use(not self.is_long)
+            if tokens.size:
+                self._read(tokens)
+
     @exclusive
     def step(self, token: int) -> int:
         """Append one token; return the argmax of the logits after it (the lowest id on a tie)."""
-        position = self.position
-        if position >= self.context or not 0 <= token < self.vocab:
+        if self.position >= self.context or not 0 <= token < self.vocab:
             self._checked((token,))
-        self._token_word[0] = token
+        self.prepare(self.position + 1)
+        return self._step(token)
+
+    def _step(self, token: int) -> int:
+        position = self.position
+        self._token_word[0] = self.tokens[position] = token
         self._position_word[0] = position
         call = self._decode
         call.invoke()
@@ -80,19 +117,23 @@ class Session:
         return call.argmax()
 
     @exclusive
-    def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None = None) -> int:
+    def prefill(self, tokens: Sequence[int], progress: Callable[[int, int], None] | None = None, total: int = 0) -> int:
         """Append `tokens` in chunks, and return the argmax of the logits after the last token.
 
         progress: called with (tokens done, total) after each chunk. SessionError, before any work,
         if the tokens are invalid or end past the context.
         """
         ids = self._checked(tokens)
+        self.prepare(max(total, self.position + ids.size))
+        return self._read(ids, progress)
+
+    def _read(self, ids: np.ndarray, progress: Callable[[int, int], None] | None = None) -> int:
         done, total = 0, int(ids.size)
         best = 0
         for width, count in chunks(total, self.position, self.context, self.manifest.widths("prefill"), self._padding):
             full_chunk = self.chunked_tokens == self.position and width == count == self.widest
             if width == 1:
-                best = self.step(int(ids[done]))
+                best = self._step(int(ids[done]))
             else:
                 self._last = call = self._append(self._prefill[width], ids[done : done + count])
                 best = call.argmax()
@@ -107,12 +148,13 @@ class Session:
         tokens.array[: ids.size], tokens.array[ids.size :] = ids, 0
         self._position_word[0], self._length_word[0] = self.position, ids.size
         call.invoke()
+        self.tokens[self.position : self.position + ids.size] = ids
         self.position += int(ids.size)
         self._last = None
         return call
 
     @exclusive
-    def verify(self, tokens: Sequence[int]) -> list[int]:
+    def verify(self, tokens: Sequence[int], total: int = 0) -> list[int]:
         """Append `tokens` in one call; return the argmax after each token, or -1 for NaN logits.
 
         SessionError, before any work, if no verify function takes so many, or they are invalid.
@@ -122,12 +164,14 @@ class Session:
                 raise SessionError("this bundle has no verify functions; compile it with --verify-widths 2,4,8")
             widths = ", ".join(map(str, self._verify))
             raise SessionError(f"verify got {len(tokens)} tokens; the verify functions of this bundle take {widths}")
-        call = self._append(self._verify[len(tokens)], self._checked(tokens))
+        ids = self._checked(tokens)
+        self.prepare(max(total, self.position + ids.size))
+        call = self._append(self._verify[len(tokens)], ids)
         self._last = Row(call, len(tokens) - 1)
         return call.argmaxes(len(tokens))
 
     @exclusive
-    def verify_fewer(self, tokens: Sequence[int], width: int) -> bool:
+    def verify_fewer(self, tokens: Sequence[int], width: int, total: int = 0) -> bool:
         """Append `tokens`, padded to a verify function of `width`, and remove the padding again.
 
         Return False, and do nothing, if that would end past the context or cannot be removed.
@@ -136,6 +180,7 @@ class Session:
         end = self.position + int(ids.size)
         if call_end > self.context or not all(state.can_return(call_end, end) for state in self._states):
             return False
+        self.prepare(max(total, end))
         call = self._append(self._verify[width], ids)
         for state in self._states:
             state.go_back(call_end, end)
@@ -159,6 +204,7 @@ class Session:
                 f"too many tokens at position {self.position}: embed functions pad {ids.size} to {sum(widths)}, "
                 f"which end past the context of {self.context}; give fewer tokens, or a larger --context"
             )
+        self.prepare(self.position + ids.size)
         return np.concatenate(
             [self._append(self._embed[w], part).floats(0)[: part.size] for w, part in zip(widths, parts, strict=True)]
         )
@@ -256,6 +302,8 @@ class Session:
         self._move_to(0)
         for mine, theirs, rows in zip(self._states, other._states, saved, strict=True):
             mine.copy(theirs, other.position, position, rows)
+        self._use(other.is_long)
+        self.tokens[:position] = other.tokens[:position]
         self.position = position
         self.chunked_tokens = self._chunked_before(position, other.chunked_tokens)
 
@@ -276,15 +324,18 @@ class Session:
         return all(state.settled(self.position) for state in self._states)
 
     @exclusive
-    def take(self, rows: Sequence[np.ndarray], position: int, chunked_tokens: int = 0) -> None:
+    def take(self, rows: Sequence[np.ndarray], tokens: Sequence[int], chunked_tokens: int = 0, is_long: bool = False) -> None:
         """Load what `rows(n)` of another session of the bundle returned, to continue its sequence.
 
-        position: n, or a smaller one for which the other session's `begins(n, position)` is true.
-        chunked_tokens: that of the other session.
+        tokens: the first n, or fewer if the other session's `begins(n, len(tokens))` is true.
+        chunked_tokens, is_long: those of the other session.
         """
         self._move_to(0)
+        self._use(is_long)
+        position = len(tokens)
         for state, array in zip(self._states, rows, strict=True):
             state.take(array, position)
+        self.tokens[:position] = tokens
         self.position = position
         self.chunked_tokens = self._chunked_before(position, chunked_tokens)
 

@@ -43,13 +43,14 @@ class StateFile:
     tokens: np.ndarray
 
 
-def identity(manifest: Manifest, salt: str = "") -> str:
+def identity(manifest: Manifest, salt: str = "", is_long: bool = False) -> str:
     """Return the hash of a bundle's modules and weights, and of a salt, as 32 hex digits.
 
-    Prompts with different salts have different states.
+    Prompts with different salts, and sequences with another `is_long`, have different states.
     """
     hashes = [manifest.files[name].sha256 for name in (*manifest.modules, WEIGHTS)]
-    return hashlib.sha256("".join([*hashes, salt]).encode()).hexdigest()[:32]
+    # A salt follows, so the mark is first.
+    return hashlib.sha256("".join(["long " * is_long, *hashes, salt]).encode()).hexdigest()[:32]
 
 
 def write_state(path: Path, bundle: str, tokens: np.ndarray, rows: Sequence[np.ndarray]) -> int:
