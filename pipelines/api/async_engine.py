@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from castiron.pipelines.api.api_errors import QueueFull, Stopping, api_error
-from castiron.pipelines.api.blocks_reply import BlocksReply
 from castiron.pipelines.api.byte_limit import ByteShare
-from castiron.pipelines.api.replies import Reply
+from castiron.pipelines.api.replies import BlocksReply, Reply
 from castiron.pipelines.engine.engine import Engine, EventStream
 from castiron.pipelines.engine.request import Failed, Finished, Request
 from castiron.pipelines.text.text_output import Delta, TextOutput
@@ -37,6 +36,11 @@ class AsyncEngine:
     def unfinished(self) -> int:
         """The number of requests that run or wait."""
         return len(self.engine.unfinished)
+
+    @property
+    def capacity(self) -> int:
+        """Max requests of one client that run or wait."""
+        return self.slots + max(self.queue, 0)
 
     def submit(self, requests: list[Request]) -> EventStream:
         """Queue `requests`, all of one client; return the stream of their events.

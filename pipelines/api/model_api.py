@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
-from castiron.pipelines.api.chat_records import Message
-from castiron.pipelines.api.schemas import EmbeddingsRequest, TokenizeRequest
+from castiron.pipelines.api.generation import Message
+from castiron.pipelines.api.records import EmbeddingsRequest, RerankRequest, ScoreRequest
 from castiron.pipelines.engine.sampling import Sampling, model_sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import variables_of
@@ -22,8 +22,6 @@ from castiron.pipelines.text.tokenizer import COUNTED, Tokenizer, tokenizer_erro
 from castiron.vmfb.bundle.bundle import Bundle
 from castiron.vmfb.bundle.manifest import Manifest
 
-# Max characters of a /tokenize request; each takes 200 bytes of memory while it is encoded.
-MAX_TOKENIZE_CHARACTERS = 1_000_000
 # Default of `Limits.max_tokens`.
 MAX_TOKENS = 8192
 # OpenAI's default temperature.
@@ -96,16 +94,6 @@ class ModelApi:
         """The names of the chat template's variables besides messages and tools."""
         return frozenset(variables_of(self.tokenizer.chat_template or ""))
 
-    async def _cannot_generate(self, *_: Any, **__: Any) -> Any:
-        raise ApiError(
-            400,
-            f"{self.names[0]} is an embedding model and cannot generate text; use {self.endpoint}",
-            "model",
-            "model_not_supported",
-        )
-
-    chat = count = complete = _cannot_generate
-
     async def embeddings(self, body: EmbeddingsRequest) -> Any:
         raise ApiError(
             400,
@@ -115,29 +103,11 @@ class ModelApi:
             "model_not_supported",
         )
 
-    async def _cannot_rank(self, _: Any) -> Any:
+    async def _cannot_rank(self, _: RerankRequest | ScoreRequest) -> Any:
         message = f"{self.names[0]} generates text and cannot rerank; rerank with {RERANKERS}"
         raise ApiError(400, message, "model", "model_not_supported")
 
     rerank = score = _cannot_rank
-
-    async def tokenize(self, body: TokenizeRequest) -> list[int]:
-        """Return the token ids of a text or of messages."""
-        given = {name: value for name in ("content", "prompt", "messages") if (value := getattr(body, name)) is not None}
-        if len(given) != 1:
-            raise invalid("content", f"the request has {len(given)} of content, prompt and messages; give one")
-        special = body.add_special if body.add_special is not None else body.add_special_tokens
-        if body.messages is not None:
-            if special is not None:
-                raise invalid("add_special", "messages get special tokens from the chat template; leave add_special out")
-            return await self.render(body.messages)
-        ((name, text),) = given.items()
-        if len(text) > MAX_TOKENIZE_CHARACTERS:
-            raise invalid(name, f"{name} has {len(text)} characters; the limit is {MAX_TOKENIZE_CHARACTERS}: send it in parts")
-        # By default, llama.cpp adds no special tokens (field content) and vLLM adds them (field prompt).
-        if name == "prompt" if special is None else special:
-            return await run_in_thread(self.tokenizer.encode, text)
-        return await run_in_thread(self.tokenizer.encode, text, False)
 
     @property
     def properties(self) -> dict[str, Any]:
@@ -177,8 +147,9 @@ class ModelApi:
         return await run_in_thread(decode)
 
     async def render(
-        self, messages: list[Message], template_args: Mapping[str, Any] = MappingProxyType({}), *, continue_last: bool = False
-    ) -> list[int]:
+        self, messages: Sequence[Message], template_args: Mapping[str, Any] = MappingProxyType({}), *,
+        continue_last: bool = False, param: str = "messages",
+    ) -> list[int]:  # fmt: skip
         """Return the token ids of messages rendered by the chat template.
 
         template_args: variables of the template besides the messages.
@@ -187,18 +158,17 @@ class ModelApi:
         context.
         """
         if self.tokenizer.chat_template is None:
-            raise ApiError(400, "this model has no chat template; use /v1/completions", "messages", "no_chat_template")
+            raise ApiError(400, "this model has no chat template; use /v1/completions", param, "no_chat_template")
         if len(messages) > self.context:
-            raise self.too_long("messages", f"there are {len(messages)} messages; send fewer")
-        plain = [message.plain() for message in messages]
-        self.check_length(sum(len(message["content"]) for message in plain), "messages")
+            raise self.too_long(param, f"there are {len(messages)} messages; send fewer")
+        self.check_length(sum(len(message["content"]) for message in messages), param)
 
         def encode() -> list[int]:
             render = lambda some: self.tokenizer.render_chat(some, **template_args)
             if self.limits.strict_requests:
-                check_fields_are_read(render, plain)
+                check_fields_are_read(render, messages)
             encode_chat = self.tokenizer.encode_unfinished_chat if continue_last else self.tokenizer.encode_chat
-            return encode_chat(plain, **template_args)
+            return encode_chat(messages, **template_args)
 
         return await run_in_thread(encode)
 
@@ -223,7 +193,7 @@ class ModelApi:
             400, f"this model's maximum context length is {self.context} tokens; {reason}", param, "context_length_exceeded"
         )
 
-    def check_ids(self, tokens: list[int], param: str) -> None:
+    def check_ids(self, tokens: Sequence[int], param: str) -> None:
         """Raise ApiError 400 for the field `param` if a token id is not in the vocabulary."""
         if tokens and max(tokens) >= self.vocab:
             raise invalid(param, f"{param} has token {max(tokens)}, outside the vocabulary; use token ids below {self.vocab}")

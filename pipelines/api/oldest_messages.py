@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate
 
 from castiron.pipelines.api.api_errors import ApiError
-from castiron.pipelines.api.chat_records import Message, text_of
+from castiron.pipelines.api.generation import Message
 from castiron.pipelines.engine.request import free_positions
 from castiron.pipelines.errors import PipelineError
 
@@ -31,7 +31,7 @@ async def without_oldest(messages: Sequence[Message], encode: Encode, context: i
 
     async def fitting(start: int) -> list[int] | None:
         try:
-            ids = await encode([each for i, each in enumerate(messages) if i >= start or each.role in SYSTEM])
+            ids = await encode([each for i, each in enumerate(messages) if i >= start or each["role"] in SYSTEM])
         except (ApiError, PipelineError) as error:
             # A template may reject a conversation that begins in the middle.
             if start or getattr(error, "code", None) == "context_length_exceeded":
@@ -52,7 +52,7 @@ async def without_oldest(messages: Sequence[Message], encode: Encode, context: i
                 high, found = middle, ids
         if found is not None:
             return found
-    return await encode([each for each in messages if each.role in SYSTEM or each is messages[-1]])
+    return await encode([each for each in messages if each["role"] in SYSTEM or each is messages[-1]])
 
 
 def _starts(messages: Sequence[Message], context: int) -> tuple[list[int], list[int]]:
@@ -62,10 +62,10 @@ def _starts(messages: Sequence[Message], context: int) -> tuple[list[int], list[
     in English: so the start moves rarely while a conversation grows, and most requests find their
     prefix in the cache.
     """
-    before = accumulate((len(text_of(message.content)) + MARKS for message in messages), initial=0)
+    before = accumulate((len(message["content"]) + MARKS for message in messages), initial=0)
     blocks: dict[int, int] = {}
     for index, (message, characters) in enumerate(zip(messages, before)):
-        if index and message.role == "user":
+        if index and message["role"] == "user":
             blocks.setdefault(2 * characters // context, index)
-    every = [index for index, message in enumerate(messages) if index and message.role not in (*SYSTEM, *RESULTS)]
+    every = [index for index, message in enumerate(messages) if index and message["role"] not in (*SYSTEM, *RESULTS)]
     return list(blocks.values()), every

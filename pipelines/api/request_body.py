@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, ClassVar, TypeVar, get_args
 
@@ -24,6 +23,10 @@ def is_allowed(value: Any, allowed: Iterable[Any]) -> bool:
     # 1 and 1.0 are the same number in JSON, but 0 and False differ.
     is_same = lambda other: value == other and isinstance(value, bool) == isinstance(other, bool)
     return any(each(value) if callable(each) else is_same(each) for each in allowed)
+
+
+def is_one_or_more(value: Any) -> bool:
+    return type(value) in (int, float) and value >= 1
 
 
 class Unsupported:
@@ -240,21 +243,3 @@ def parse_record(record: type[Model], value: Any, ignored: set[str] | None = Non
     if (wanted := error["msg"].removeprefix("Input should be ")) != error["msg"]:
         raise invalid(param, f"{name} is {json.dumps(error['input'], default=str):.60}; it must be {wanted}")
     raise invalid(param, f"{name}: {error['msg'][0].lower()}{error['msg'][1:]}")
-
-
-@contextmanager
-def fields_renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """A context manager that replaces the field name in an ApiError raised in the `with` block.
-
-    Requests of other APIs are converted to OpenAI's chat requests, so an error names a field of the
-    chat request. This replaces it with the client's own field.
-    names: {field of a chat request: field of the client's API}.
-    """
-    try:
-        yield
-    except ApiError as error:
-        param = next((own for chat, own in names.items() if f"{error.param}.".startswith(f"{chat}.")), error.param)
-        message = error.message
-        if error.param in names and message.startswith(f"{error.param} "):
-            message = f"{param}{message.removeprefix(error.param)}"
-        raise ApiError(error.status, message, param, error.code) from None

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from castiron.pipelines.api import schemas
 from castiron.pipelines.api.anthropic.messages import MessagesRequest, start_message
 from castiron.pipelines.api.api_errors import ApiError, api_error
 from castiron.pipelines.api.async_engine import Job
 from castiron.pipelines.api.embeddings import EmbeddingsApi
 from castiron.pipelines.api.generation_api import GenerationApi
 from castiron.pipelines.api.model_api import Limits, ModelApi
+from castiron.pipelines.api.openai.chat import start_chat, start_completion
+from castiron.pipelines.api.openai.records import ChatRequest, CompletionRequest
 from castiron.pipelines.api.openai.responses import start_response
-from castiron.pipelines.api.openai.responses_request import ResponsesRequest
-from castiron.pipelines.api.request_body import parse_body
+from castiron.pipelines.api.openai.responses_records import ResponsesRequest
+from castiron.pipelines.api.records import EmbeddingsRequest, GenerationFields, RerankRequest
+from castiron.pipelines.api.request_body import Body, parse_body
 from castiron.pipelines.batch.records import Outcome, Record, Work
 from castiron.pipelines.engine.engine import EventStream
 from castiron.pipelines.engine.request import Request
@@ -34,13 +37,13 @@ from castiron.vmfb.bundle.manifest import Manifest
 FIELDS = ("custom_id", "method", "url", "body")
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 # By URL: the dataclass of the request body, and a function of (API, body) that starts the answer.
-ENDPOINTS: dict[str, tuple[type[schemas.Body], Callable[[Any, Any], Coroutine[Any, Any, Any]]]] = {
-    "/v1/chat/completions": (schemas.ChatRequest, lambda api, body: api.chat(body)),
-    "/v1/completions": (schemas.CompletionRequest, lambda api, body: api.complete(body)),
+ENDPOINTS: dict[str, tuple[type[Body], Callable[[Any, Any], Coroutine[Any, Any, Any]]]] = {
+    "/v1/chat/completions": (ChatRequest, start_chat),
+    "/v1/completions": (CompletionRequest, start_completion),
     RESPONSES: (ResponsesRequest, start_response),
     MESSAGES: (MessagesRequest, start_message),
-    "/v1/embeddings": (schemas.EmbeddingsRequest, lambda api, body: api.embeddings(body)),
-    "/v1/rerank": (schemas.RerankRequest, lambda api, body: api.rerank(body)),
+    "/v1/embeddings": (EmbeddingsRequest, lambda api, body: api.embeddings(body)),
+    "/v1/rerank": (RerankRequest, lambda api, body: api.rerank(body)),
 }
 
 
@@ -51,6 +54,9 @@ class Collector:
     these requests, because the batch job runs them on its own engine. Embeddings are computed
     immediately.
     """
+
+    # A record may have any number of answers.
+    capacity = math.inf
 
     def __init__(self, embedder: Embedder | None):
         self.embedder = embedder
@@ -99,7 +105,7 @@ class OpenAI:
     def work(self, record: Record, seed: int) -> Work:
         fields, url = _request(record.fields)
         kind, start = ENDPOINTS[url]
-        if issubclass(kind, schemas.GenerationFields):
+        if issubclass(kind, GenerationFields):
             if fields.get("stream"):
                 raise ApiError(
                     400, "stream is true, but batch jobs do not stream; remove stream", "stream", "unsupported_parameter"

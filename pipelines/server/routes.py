@@ -13,15 +13,18 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 import castiron
-from castiron.pipelines.api import schemas
 from castiron.pipelines.api.anthropic.messages import CountTokensRequest, MessagesRequest, count_message_tokens, start_message
 from castiron.pipelines.api.api_errors import ApiError, invalid
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
 from castiron.pipelines.api.ollama import chat as ollama
-from castiron.pipelines.api.ollama.chat import OLLAMA_VERSION, listed_model, running_model, shown_model
+from castiron.pipelines.api.ollama import records as ollama_records
+from castiron.pipelines.api.ollama.models import OLLAMA_VERSION, listed_model, running_model, shown_model
+from castiron.pipelines.api.openai import chat as openai
 from castiron.pipelines.api.openai.infill import InfillRequest, start_infill
+from castiron.pipelines.api.openai.records import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from castiron.pipelines.api.openai.responses import count_response_tokens, start_response
-from castiron.pipelines.api.openai.responses_request import InputTokensRequest, ResponsesRequest
+from castiron.pipelines.api.openai.responses_records import InputTokensRequest, ResponsesRequest
+from castiron.pipelines.api.records import EmbeddingsRequest, RerankRequest, ScoreRequest
 from castiron.pipelines.server import openapi
 from castiron.pipelines.server.exchange import Exchange, answer_request, exchange_of
 from castiron.pipelines.server.metrics import MEDIA_TYPE, Metrics
@@ -109,14 +112,14 @@ def _add_posts(app: FastAPI) -> None:
         return add
 
     @post("/v1/chat/completions", answer=openapi.ChatCompletion, stream=True)
-    def chat(api: ModelApi, body: schemas.ChatRequest, _: Exchange) -> Any:
+    def chat(api: ModelApi, body: ChatRequest, _: Exchange) -> Any:
         """Answer a conversation."""
-        return api.chat(body)
+        return openai.start_chat(api, body)
 
     @post("/v1/completions", answer=openapi.Completion, stream=True)
-    def complete(api: ModelApi, body: schemas.CompletionRequest, _: Exchange) -> Any:
+    def complete(api: ModelApi, body: CompletionRequest, _: Exchange) -> Any:
         """Continue a text."""
-        return api.complete(body)
+        return openai.start_completion(api, body)
 
     @post("/infill", answer=openapi.Infill, stream=True)
     def infill(api: ModelApi, body: InfillRequest, _: Exchange) -> Any:
@@ -145,29 +148,29 @@ def _add_posts(app: FastAPI) -> None:
         return {"input_tokens": await count_message_tokens(api, body)}
 
     @post("/v1/embeddings", answer=openapi.Embeddings)
-    def embeddings(api: ModelApi, body: schemas.EmbeddingsRequest, _: Exchange) -> Any:
+    def embeddings(api: ModelApi, body: EmbeddingsRequest, _: Exchange) -> Any:
         """Embed texts."""
         return api.embeddings(body)
 
     # Cohere's, Jina's and vLLM's clients use different paths.
     @post("/v1/rerank", "/v2/rerank", "/rerank", answer=openapi.Ranking)
-    def rerank(api: ModelApi, body: schemas.RerankRequest, _: Exchange) -> Any:
+    def rerank(api: ModelApi, body: RerankRequest, _: Exchange) -> Any:
         """Order documents by their relevance to a query."""
         return api.rerank(body)
 
     @post("/v1/score", "/score", answer=openapi.Scores)
-    def score(api: ModelApi, body: schemas.ScoreRequest, _: Exchange) -> Any:
+    def score(api: ModelApi, body: ScoreRequest, _: Exchange) -> Any:
         """Return the relevance of each pair of texts, in the format of vLLM's API."""
         return api.score(body)
 
     @post("/tokenize", answer=openapi.Tokens)
-    async def tokenize(api: ModelApi, body: schemas.TokenizeRequest, _: Exchange) -> dict:
+    async def tokenize(api: ModelApi, body: TokenizeRequest, _: Exchange) -> dict:
         """Return the tokens of a text or of messages."""
-        tokens = await api.tokenize(body)
+        tokens = await openai.tokenize(api, body)
         return {"tokens": tokens, "count": len(tokens), "context_length": api.context, "max_model_len": api.context}
 
     @post("/detokenize", answer=openapi.Detokenized)
-    async def detokenize(api: ModelApi, body: schemas.DetokenizeRequest, _: Exchange) -> dict:
+    async def detokenize(api: ModelApi, body: DetokenizeRequest, _: Exchange) -> dict:
         """Return the text of tokens."""
         text = await api.detokenize(body.tokens)
         # llama.cpp reads content and vLLM prompt.
@@ -176,22 +179,22 @@ def _add_posts(app: FastAPI) -> None:
     ndjson = "application/x-ndjson"
 
     @post("/api/chat", answer=openapi.OllamaChat, stream=True, media_type=ndjson)
-    def ollama_chat(api: ModelApi, body: ollama.OllamaChatRequest, exchange: Exchange) -> Any:
+    def ollama_chat(api: ModelApi, body: ollama_records.OllamaChatRequest, exchange: Exchange) -> Any:
         """Answer a conversation, in the format of Ollama's API."""
         return ollama.start_ollama_chat(api, body, exchange.load_seconds)
 
     @post("/api/generate", answer=openapi.OllamaCompletion, stream=True, media_type=ndjson)
-    def ollama_generate(api: ModelApi, body: ollama.OllamaGenerateRequest, exchange: Exchange) -> Any:
+    def ollama_generate(api: ModelApi, body: ollama_records.OllamaGenerateRequest, exchange: Exchange) -> Any:
         """Answer a prompt, in the format of Ollama's API."""
         return ollama.start_ollama_generate(api, body, exchange.load_seconds)
 
     @post("/api/embed", answer=openapi.OllamaEmbeddings)
-    def ollama_embed(api: ModelApi, body: ollama.OllamaEmbedRequest, exchange: Exchange) -> Any:
+    def ollama_embed(api: ModelApi, body: ollama_records.OllamaEmbedRequest, exchange: Exchange) -> Any:
         """Embed texts, in the format of Ollama's API."""
         return ollama.start_ollama_embed(api, body, exchange.load_seconds)
 
     @post("/api/embeddings", answer=openapi.OllamaEmbedding)
-    def ollama_embeddings(api: ModelApi, body: ollama.OllamaEmbeddingsRequest, _: Exchange) -> Any:
+    def ollama_embeddings(api: ModelApi, body: ollama_records.OllamaEmbeddingsRequest, _: Exchange) -> Any:
         """Embed a text, in the format of Ollama's older API."""
         return ollama.start_ollama_embeddings(api, body)
 
@@ -217,12 +220,12 @@ def _add_ollama_models(app: FastAPI) -> None:
         return JSONResponse({"version": OLLAMA_VERSION})
 
     @_route(app.post, "/api/show", openapi.OllamaModel, *openapi.BODY)
-    async def show(request: Request, body: ollama.OllamaShowRequest) -> Response:
+    async def show(request: Request, body: ollama_records.OllamaShowRequest) -> Response:
         """Describe one model."""
         model = models.find(body.model or body.name)
         return JSONResponse(shown_model(model.name, model.manifest, model.template, models.start_date, models.limits))
 
-    async def manage(request: Request, body: ollama.OllamaBody) -> Response:
+    async def manage(request: Request, body: ollama_records.OllamaBody) -> Response:
         """Return an error: the models of this server are fixed."""
         raise ApiError(400, NO_MANAGEMENT, code="unsupported")
 

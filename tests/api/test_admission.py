@@ -14,8 +14,9 @@ from starlette.testclient import TestClient
 
 from castiron.pipelines.api.api_errors import ApiError
 from castiron.pipelines.api.byte_limit import ByteLimit
-from castiron.pipelines.api.model_api import COUNTED, MAX_TOKENIZE_CHARACTERS, Limits
-from castiron.pipelines.api.schemas import MAX_BIASES
+from castiron.pipelines.api.model_api import COUNTED, Limits
+from castiron.pipelines.api.openai.chat import MAX_TOKENIZE_CHARACTERS
+from castiron.pipelines.api.openai.records import MAX_BIASES
 from castiron.pipelines.server.app import Access, open_app
 from castiron.pipelines.server.http_server import listen
 from castiron.pipelines.text.tokenizer import LONG, encode_text

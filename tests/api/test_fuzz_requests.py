@@ -8,9 +8,9 @@ import random
 import urllib.parse
 
 from castiron.pipelines.api.anthropic.messages import CountTokensRequest, MessagesRequest
-from castiron.pipelines.api.ollama.chat import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
-from castiron.pipelines.api.openai.responses_request import InputTokensRequest, ResponsesRequest
-from castiron.pipelines.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from castiron.pipelines.api.ollama.records import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from castiron.pipelines.api.openai.records import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from castiron.pipelines.api.openai.responses_records import InputTokensRequest, ResponsesRequest
 from tests.support.served import ReferenceSession, served
 
 # A valid request of each kind.

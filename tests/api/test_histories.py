@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
-from castiron.pipelines.api.answer_format import callable_tools, requested_format
 from castiron.pipelines.api.anthropic import messages
-from castiron.pipelines.api.ollama import chat as ollama
-from castiron.pipelines.api.openai import responses_request
+from castiron.pipelines.api.callable_tools import callable_tools
+from castiron.pipelines.api.generation import Generation
+from castiron.pipelines.api.ollama.chat import parse_chat as parse_ollama
+from castiron.pipelines.api.ollama.records import OllamaChatRequest
+from castiron.pipelines.api.openai import responses_records
+from castiron.pipelines.api.openai.chat import parse_chat
+from castiron.pipelines.api.openai.records import ChatRequest
 from castiron.pipelines.api.request_body import parse_record
-from castiron.pipelines.api.schemas import ChatRequest
 from tests.support.histories import KINDS, PARAMETERS, Histories, api_of, prompt_of
 
 COUNT = 12
@@ -29,7 +32,7 @@ def arguments_of(call: dict) -> dict:
     return found if isinstance(found, dict) else {"text": call["function"]["arguments"]}
 
 
-def anthropic(history: list[dict], tools: list[dict] | None) -> ChatRequest:
+def anthropic(history: list[dict], tools: list[dict] | None) -> Generation:
     turns: list[dict[str, Any]] = []
     for message in history:
         content = message["content"] or ""
@@ -51,10 +54,10 @@ def anthropic(history: list[dict], tools: list[dict] | None) -> ChatRequest:
         given["tools"] = [
             {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"] or {}} for tool in tools
         ]
-    return messages.chat_request(parse_record(messages.MessagesRequest, given), ())
+    return messages.parse(parse_record(messages.MessagesRequest, given), ())
 
 
-def responses(history: list[dict], tools: list[dict] | None) -> ChatRequest:
+def responses(history: list[dict], tools: list[dict] | None) -> Generation:
     items: list[dict[str, Any]] = []
     for message in history:
         if message["role"] == "tool":
@@ -66,11 +69,11 @@ def responses(history: list[dict], tools: list[dict] | None) -> ChatRequest:
             {"type": "function_call", "call_id": call["id"], **call["function"]} for call in message.get("tool_calls", ())
         ]
     given = {"input": items, "tools": [{"type": "function", **tool["function"]} for tool in tools or ()] or None}
-    body = parse_record(responses_request.ResponsesRequest, given)
-    return responses_request.chat_request(body, [], responses_request.messages_of(body.items(lambda _: None)))
+    body = parse_record(responses_records.ResponsesRequest, given)
+    return responses_records.parse(body, [], responses_records.messages_of(body.items(lambda _: None)))
 
 
-def ollamas(history: list[dict], tools: list[dict] | None) -> ChatRequest:
+def ollamas(history: list[dict], tools: list[dict] | None) -> Generation:
     given: list[dict[str, Any]] = []
     for message in history:
         content = message["content"] or ""
@@ -78,8 +81,8 @@ def ollamas(history: list[dict], tools: list[dict] | None) -> ChatRequest:
         given.append({"role": message["role"], "content": text})
         if calls := message.get("tool_calls"):
             given[-1]["tool_calls"] = [{"function": {"name": "look", "arguments": arguments_of(call)}} for call in calls]
-    body = parse_record(ollama.OllamaChatRequest, {"messages": given, "tools": tools})
-    return ollama._chat_request(body, ollama._messages(body.messages), body.tools)
+    body = parse_record(OllamaChatRequest, {"messages": given, "tools": tools})
+    return parse_ollama(body)
 
 
 @pytest.mark.parametrize("convert", [anthropic, responses, ollamas])
@@ -104,9 +107,9 @@ def test_empty_and_incomplete_parameters_have_a_grammar(kind, strict, choice):
         body = parse_record(
             ChatRequest, {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice}
         )
-        called = callable_tools(body, api.tokenizer.tool_format)
+        called = callable_tools(parse_chat(body), api.tokenizer.tool_format)
         assert called
-        form = called.answer_format(requested_format(body))
+        form = called.answer_format(None)
         assert form is not None or not strict and choice == "auto"
         asyncio.run(api.grammar(form))
 
@@ -127,4 +130,4 @@ def test_a_client_can_keep_earlier_reasoning_in_the_prompt(variable):
     for keep, count in (({"keep": "all"}, 3), ({"keep": {"type": "thinking_turns", "value": 1}}, 0), ({}, 0)):
         edits = {"edits": [{"type": "clear_thinking_20251015", **keep}]}
         body = parse_record(messages.MessagesRequest, {"messages": turns, "max_tokens": 1, "context_management": edits})
-        assert prompt_of(api, messages.chat_request(body, api.variables)).count("hm") == count
+        assert prompt_of(api, messages.parse(body, api.variables)).count("hm") == count

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from castiron.pipelines.api.api_errors import ApiError
-from castiron.pipelines.api.chat_records import Message, text_of
+from castiron.pipelines.api.generation import Message, plain_message
 from castiron.pipelines.api.oldest_messages import MARKS, without_oldest
 from castiron.pipelines.server.app import open_app
 from tests.support import talking
@@ -23,11 +23,11 @@ CONVERSATIONS = st.lists(st.tuples(ROLES, st.integers(0, 40)), min_size=1, max_s
 
 def rendered(messages: list[Message]) -> list[int]:
     """A template with a token for each character, and a mark for each message."""
-    return [ord(letter) for message in messages for letter in f"<{message.role[0]}>{text_of(message.content)}"]
+    return [ord(letter) for message in messages for letter in f"<{message['role'][0]}>{message['content']}"]
 
 
 def with_letters(conversation: list[tuple[str, int]]) -> list[Message]:
-    return [Message(role=role, content=chr(ord("A") + i) * size) for i, (role, size) in enumerate(conversation)]
+    return [plain_message(role, chr(ord("A") + i) * size) for i, (role, size) in enumerate(conversation)]
 
 
 def newest(messages: list[Message], limit: int | None = 1, rejects=lambda messages: False, context: int = CONTEXT) -> list[int]:
@@ -42,7 +42,7 @@ def newest(messages: list[Message], limit: int | None = 1, rejects=lambda messag
 def ollama(messages: list[Message], num_ctx: int) -> int:
     """Return the index of the first message that Ollama keeps, as its chatPrompt finds it."""
     for start in range(len(messages)):
-        system = [message for message in messages[:start] if message.role == "system"]
+        system = [message for message in messages[:start] if message["role"] == "system"]
         if len(rendered([*system, *messages[start:]])) <= num_ctx or start == len(messages) - 1:
             return start
     raise AssertionError
@@ -53,18 +53,18 @@ def test_what_is_left_fits_and_ollama_keeps_it_too(conversation, limit):
     messages = with_letters(conversation)
     found, needed = newest(messages, limit), min(limit or CONTEXT, CONTEXT // 4)
     first = ollama(messages, CONTEXT + 1 - needed)
-    shortened = lambda start: [each for i, each in enumerate(messages) if i >= start or each.role == "system"]
+    shortened = lambda start: [each for i, each in enumerate(messages) if i >= start or each["role"] == "system"]
     starts = [start for start in range(len(messages)) if rendered(shortened(start)) == found]
     assert starts and starts[-1] >= first
     if first == 0:
         assert found == rendered(messages) or len(messages) == 1
     elif len(rendered(shortened(len(messages) - 1))) <= CONTEXT + 1 - needed:
         assert len(found) <= CONTEXT + 1 - needed
-        head = next(message for message in shortened(starts[-1]) if message.role != "system" or message is messages[-1])
-        assert head.role != "tool" or head is messages[-1]
-        users = [start for start in range(first, starts[-1]) if messages[start].role == "user"]
+        head = next(message for message in shortened(starts[-1]) if message["role"] != "system" or message is messages[-1])
+        assert head["role"] != "tool" or head is messages[-1]
+        users = [start for start in range(first, starts[-1]) if messages[start]["role"] == "user"]
         # Ollama keeps more: at most the rest of a block.
-        dropped = sum(conversation[i][1] + MARKS for i in range(first, users[-1])) if users and head.role == "user" else 0
+        dropped = sum(conversation[i][1] + MARKS for i in range(first, users[-1])) if users and head["role"] == "user" else 0
         assert dropped <= CONTEXT // 2
 
 

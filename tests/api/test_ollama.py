@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from castiron.pipelines.api.model_api import Limits
-from castiron.pipelines.api.ollama.chat import OllamaMessage, _messages
+from castiron.pipelines.api.ollama.records import OllamaMessage
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import App, open_api, open_app
 from castiron.pipelines.server.metrics import Metrics
@@ -117,7 +117,7 @@ def test_ids_link_results_to_the_calls_of_their_function():
     calls = [{"function": {"name": name, "arguments": {}}} for name in ("f", "g", "f")]
     results = [{"role": "tool", "tool_name": name, "content": name} for name in ("g", "f", "f")]
     given = [{"role": "assistant", "tool_calls": calls}, *results]
-    first, *rest = normal_messages(_messages([OllamaMessage.model_validate(message) for message in given]))
+    first, *rest = normal_messages(OllamaMessage.model_validate(message).plain for message in given)
     f, g, other_f = (call["id"] for call in first["tool_calls"])
     assert [message["tool_call_id"] for message in rest] == [g, f, other_f] and len({f, g, other_f}) == 3
 

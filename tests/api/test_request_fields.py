@@ -10,8 +10,9 @@ from starlette.testclient import TestClient
 
 from castiron.pipelines.api.api_errors import ApiError
 from castiron.pipelines.api.model_api import Limits
+from castiron.pipelines.api.openai.chat import parse_chat
+from castiron.pipelines.api.openai.records import ChatRequest, TokenizeRequest
 from castiron.pipelines.api.request_body import parse_body
-from castiron.pipelines.api.schemas import ChatRequest, TokenizeRequest
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import open_app
@@ -178,7 +179,9 @@ def test_fields_of_vllm_and_llama_cpp_have_their_effect(client, plain):
         "presence_penalty": 0.3,
         "seed": 4,
     }
-    assert plain.app.api.sampling_of(ChatRequest(messages=MESSAGES, top_k=-1, **sampling)) == Sampling(top_k=0, **sampling)
+    assert plain.app.api.sampling_of(parse_chat(ChatRequest(messages=MESSAGES, top_k=-1, **sampling))) == Sampling(
+        top_k=0, **sampling
+    )
     chunks = ask(plain, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}, max_tokens=4).text
     usages = [json.loads(line[6:])["usage"]["completion_tokens"] for line in chunks.split("\n\n")[:-2]]
     assert usages[1:5] == [1, 2, 3, 4] and set(usages[5:]) == {4}
@@ -222,7 +225,7 @@ def test_verbosity_reaches_a_template_that_reads_it(tmp_path_factory, plain):
 
 def test_samplers_select_and_order_the_options(plain):
     sent = {"temperature": 0.5, "top_k": 5, "top_p": 0.7, "min_p": 0.1, "repeat_penalty": 1.5, "frequency_penalty": 0.5}
-    chosen = lambda samplers: plain.app.api.sampling_of(ChatRequest(messages=MESSAGES, **sent, samplers=samplers))
+    chosen = lambda samplers: plain.app.api.sampling_of(parse_chat(ChatRequest(messages=MESSAGES, **sent, samplers=samplers)))
     usual = Sampling(0.5, 5, 0.7, 0.1, 1.5, frequency_penalty=0.5)
     unpenalised = replace(usual, repeat_penalty=1.0, frequency_penalty=0.0)
     assert chosen(["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]) == usual

@@ -11,7 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field
 from starlette.testclient import TestClient
 
-from castiron.pipelines.api.chat_records import Message
+from castiron.pipelines.api.generation import plain_message
 from castiron.pipelines.api.openai.responses import ResponseStore
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import open_app
@@ -273,7 +273,7 @@ def test_custom_tools_are_called_with_a_text(app, monkeypatch):
 
 
 def test_the_response_store_is_bounded():
-    store, message = ResponseStore(count=3, bytes=2000), Message(role="user", content="x" * 100)
+    store, message = ResponseStore(count=3, bytes=2000), plain_message("user", "x" * 100)
     for name in "abc":
         store.put(b"me", {"id": name}, [message])
     assert store.get(b"me", "a") and not store.get(b"you", "a")
@@ -299,7 +299,7 @@ def test_the_response_store_is_bounded():
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0.type", "takes text"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.id", "send the item itself"),
         ({"tools": [{"type": "namespace", "name": "s", "tools": [{"type": "custom", "name": "x"}]}]}, "tools.0.tools.0.type", "must be .function."),
-        ({"tools": [{"type": "namespace", "name": "s" * 100, "tools": [{"type": "function", "name": "n" * 100}]}]}, "tools.0.function.name", "pattern"),
+        ({"tools": [{"type": "namespace", "name": "s" * 100, "tools": [{"type": "function", "name": "n" * 100}]}]}, "tools.0.tools.0.name", "at most 128"),
         ({"tools": [{"type": "namespace", "name": f"s{i}", "tools": TOOLS} for i in range(65)]}, "tools", "at most 128"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input.0.type", "'computer_call' is not supported"),
         ({"input": [{"type": "function_call", "name": "w", "arguments": "{}"}]}, "input.0.call_id", "must provide"),

@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from castiron.pipelines.api.api_errors import ApiError, QueueFull, Stopping, api_error
+from castiron.pipelines.api.openai.records import ChatRequest, CompletionRequest, TokenizeRequest
 from castiron.pipelines.api.request_body import parse_body
-from castiron.pipelines.api.schemas import ChatRequest, CompletionRequest, TokenizeRequest
 from castiron.pipelines.engine.request import Finished, Request
 from castiron.pipelines.engine.sampling import Sampler, Sampling, log_probabilities
 from castiron.pipelines.engine.scheduler import ModelFailed

@@ -11,7 +11,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from castiron.pipelines.api import byte_limit
-from castiron.pipelines.api.replies import ChatReply
+from castiron.pipelines.api.openai.records import ChatRequest
+from castiron.pipelines.api.openai.replies import ChatReply
 from castiron.pipelines.engine.request import Finished
 from castiron.pipelines.engine.sampling import log_probabilities
 from castiron.pipelines.server.app import open_app
@@ -25,7 +26,7 @@ BODY = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "i
 def test_reserved_bytes_bound_the_memory_of_log_probabilities(top):
     """The reserved bytes are at least the bytes used, and at most twice as many."""
     count, logits = 300, np.random.default_rng(0).standard_normal(5000).astype(np.float32)
-    reply = ChatReply("name", lambda token: b"%8d" % token, True)
+    reply = ChatReply("name", lambda token: b"%8d" % token, ChatRequest(messages=BODY["messages"], logprobs=True))
     tracemalloc.start()
     tokens = [TextToken(i % 200, *log_probabilities(logits + np.float32(i), i % 200, top), offset=i) for i in range(count)]
     choice = reply.choice(0, Delta.joined([Delta("x", (token,)) for token in tokens]), Finished("length"))

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from castiron.pipelines.api.schemas import CompletionRequest
+from castiron.pipelines.api.openai.chat import parse_chat
+from castiron.pipelines.api.openai.records import ChatRequest
 from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.gguf.hf_config import sampling_metadata
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
@@ -102,14 +103,17 @@ def test_the_repetition_penalty_counts_the_complete_context_as_in_hf(penalty, le
         context.append(token)
 
 
+MESSAGES = [{"role": "user", "content": "abc"}]
+
+
 @pytest.mark.parametrize(("name", "last"), [("repeat_penalty", 64), ("repetition_penalty", -1)])
 def test_a_requests_penalty_counts_the_tokens_that_its_name_implies(name, last, bundle):
     """repeat_penalty is llama.cpp's name, and repetition_penalty that of HF and vLLM."""
     with TestClient(open_app(open_bundle(bundle), threads=1)) as client:
         api = client.app.api
-        found = api.sampling_of(CompletionRequest.model_validate({"prompt": "abc", name: 1.3}))
+        found = api.sampling_of(parse_chat(ChatRequest(messages=MESSAGES, **{name: 1.3})))
         assert (found.repeat_penalty, found.repeat_last_n) == (1.3, last)
-        assert api.sampling_of(CompletionRequest.model_validate({"prompt": "abc"})) == model_sampling(OWN)
+        assert api.sampling_of(parse_chat(ChatRequest(messages=MESSAGES))) == model_sampling(OWN)
 
 
 @given(st.dictionaries(st.sampled_from([*OWN, "min_p"]), st.none() | st.booleans() | st.floats() | st.integers() | st.text()))

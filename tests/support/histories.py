@@ -8,11 +8,13 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from castiron.pipelines.api.answer_format import callable_tools
+from castiron.pipelines.api.callable_tools import callable_tools
+from castiron.pipelines.api.generation import Generation
 from castiron.pipelines.api.generation_api import GenerationApi
 from castiron.pipelines.api.model_api import Limits
+from castiron.pipelines.api.openai.chat import parse_chat
+from castiron.pipelines.api.openai.records import ChatRequest
 from castiron.pipelines.api.request_body import parse_record
-from castiron.pipelines.api.schemas import ChatRequest
 from castiron.pipelines.text.derive_tool_format import tool_format_of
 from castiron.pipelines.text.tokenizer import Tokenizer
 from castiron.pipelines.text.tool_formats import ToolFormat
@@ -215,10 +217,8 @@ def api_of(template: str) -> GenerationApi:
     return GenerationApi(engine, tokenizer_of(template), ["model"], manifest, Limits())
 
 
-def prompt_of(api: GenerationApi, body: dict[str, Any] | ChatRequest) -> str:
+def prompt_of(api: GenerationApi, body: dict[str, Any] | Generation) -> str:
     """Return the prompt of a request to /v1/chat/completions."""
-    chat = body if isinstance(body, ChatRequest) else parse_record(ChatRequest, body)
-    ids = asyncio.run(
-        api._prompt(chat, callable_tools(chat, api.tokenizer.tool_format), continue_last=False, drops_oldest=False)
-    )
+    generation = body if isinstance(body, Generation) else parse_chat(parse_record(ChatRequest, body))
+    ids = asyncio.run(api.prompt(generation, callable_tools(generation, api.tokenizer.tool_format)))
     return api.tokenizer.backend.decode(ids, skip_special_tokens=False)

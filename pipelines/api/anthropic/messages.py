@@ -8,24 +8,31 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from castiron.pipelines.api import schemas
 from castiron.pipelines.api.api_errors import ApiError, unsupported
-from castiron.pipelines.api.blocks_reply import Block, BlocksReply
-from castiron.pipelines.api.chat_records import Content, FunctionIdentifier, TextPart, parts_of, text_of
+from castiron.pipelines.api.async_engine import Job
+from castiron.pipelines.api.generation import AnswerFormat, CallableFunction, Generation, Message, only_format, plain_message
+from castiron.pipelines.api.generation_api import generating
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
-from castiron.pipelines.api.request_body import Body, ByType, Unsupported, fields_renamed, parse_record
-from castiron.pipelines.api.schemas import ChatRequest, GenerationFields
+from castiron.pipelines.api.records import (
+    LIMITED,
+    Content,
+    DirectCallers,
+    FunctionIdentifier,
+    GenerationFields,
+    Objects,
+    Stops,
+    TextPart,
+    parts_of,
+    text_of,
+)
+from castiron.pipelines.api.replies import Block, BlocksReply
+from castiron.pipelines.api.request_body import Body, ByType, Unsupported
 from castiron.pipelines.engine.request import Finished
 from castiron.pipelines.text.text_output import Delta
 from castiron.pipelines.text.tokenizer import TokenBytes
 
-# Names of this API's fields, by the chat fields that they are converted to.
-FIELDS = {
-    "response_format": "output_config.format",
-    "stop": "stop_sequences",
-    "reasoning_effort": "output_config.effort",
-    "thinking_token_budget": "thinking.budget_tokens",
-}
+# This API's names of fields of `Generation`.
+NAMES = {"reasoning_effort": "output_config.effort", "reasoning_budget": "thinking.budget_tokens"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Anthropic's stop reasons, by the engine's finish reasons; an answer with calls has tool_use.
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "context": "model_context_window_exceeded"}
@@ -80,7 +87,7 @@ class Turn(Body):
     content: Annotated[Blocks, BeforeValidator(parts_of, json_schema_input_type=str | Blocks)]
 
 
-class CustomTool(Body):
+class ClientTool(Body):
     type: Literal["custom", None] = None
     name: FunctionIdentifier
     description: str | None = None
@@ -88,7 +95,7 @@ class CustomTool(Body):
     strict: bool | None = None
     eager_input_streaming: bool | None = None
     defer_loading: Literal[False] | None = None
-    allowed_callers: schemas.DirectCallers | None = None
+    allowed_callers: DirectCallers | None = None
     # It has no effect, like all fields of this name: shared prefixes are always cached.
     cache_control: Any = None
 
@@ -120,6 +127,10 @@ class OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
+    @property
+    def formats(self) -> list[AnswerFormat]:
+        return [AnswerFormat("output_config.format", "json_schema", self.format.schema_)] if self.format else []
+
 
 class Metadata(Body):
     user_id: str | None = None
@@ -137,7 +148,7 @@ class CountTokensRequest(Body):
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
     system: Content | None = None
-    tools: Annotated[list[Annotated[CustomTool, ByType("custom")]], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[Annotated[ClientTool, ByType("custom")]], LIMITED] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -148,7 +159,7 @@ class CountTokensRequest(Body):
     workspace_id: str | None = None
     # Unsupported fields; values that have no effect are accepted.
     mcp_servers: Annotated[Any, Unsupported([])] = None
-    context_management: dict[str, schemas.Objects] | None = None
+    context_management: dict[str, Objects] | None = None
     # With this error code Anthropic's clients retry with the complete conversation.
     thread: Annotated[Any, Unsupported(code="thread_unsupported_request")] = None
 
@@ -168,31 +179,28 @@ class MessagesRequest(CountTokensRequest, GenerationFields):
 
     # 0 only reads the prompt, so that a later request finds it in the cache.
     max_tokens: int = Field(ge=0)
-    stop_sequences: schemas.Stops | None = None
+    stop_sequences: Stops | None = None
     metadata: Metadata | None = None
     container: Annotated[Any, Unsupported()] = None
 
 
-async def start_message(api: ModelApi, body: MessagesRequest) -> Any:
-    """Start to generate the answer to a request to /v1/messages; return the running job."""
+async def start_message(model: ModelApi, body: MessagesRequest) -> Job:
+    """Start to generate the answer to a request to /v1/messages."""
+    api = generating(model)
     shows_reasoning = not (body.thinking and body.thinking.display == "omitted")
-    reply = lambda: MessagesReply(api.names[0], api.token_bytes, shows_reasoning)
-    with fields_renamed(FIELDS):
-        chat = await run_in_thread(chat_request, body, api.variables)
-        return await api.chat(chat, reply, continue_last=body.continues_last_message)
+    generation = await run_in_thread(parse, body, api.variables)
+    return await api.start(generation, MessagesReply(api.names[0], api.token_bytes, shows_reasoning))
 
 
-async def count_message_tokens(api: ModelApi, body: CountTokensRequest) -> int:
-    with fields_renamed(FIELDS):
-        chat = await run_in_thread(chat_request, body, api.variables)
-        return await api.count(chat, continue_last=body.continues_last_message)
+async def count_message_tokens(model: ModelApi, body: CountTokensRequest) -> int:
+    api = generating(model)
+    return await api.count(await run_in_thread(parse, body, api.variables))
 
 
-def chat_request(body: CountTokensRequest, variables: Collection[str]) -> ChatRequest:
-    """Convert a request of Anthropic's API to a chat request of OpenAI's API.
+def parse(body: CountTokensRequest, variables: Collection[str]) -> Generation:
+    """Convert a request; ApiError 400 for unsupported content.
 
-    `variables`: names of the variables that the chat template reads. Raises ApiError 400 for
-    unsupported content.
+    variables: names of the variables that the chat template reads.
     """
     arguments: dict[str, Any] = {}
     for index, edit in enumerate((body.context_management or {}).get("edits", ())):
@@ -202,27 +210,26 @@ def chat_request(body: CountTokensRequest, variables: Collection[str]) -> ChatRe
         if edit.get("keep") == "all":
             arguments = {name: value for name, value in KEEPS_REASONING.items() if name in variables}
     system = text_of(body.system)
-    messages = [{"role": "system", "content": system}] if system else []
+    messages = [plain_message("system", system)] if system else []
     for turn in body.messages:
         # Models are trained to answer a user's message, so a system message after it is put before it.
         is_before = turn.role == "system" and len(messages) > 0 and messages[-1]["role"] == "user"
         index = len(messages) - is_before
         messages[index:index] = _messages_of(turn)
-    given = {"messages": messages, "chat_template_kwargs": arguments | (body.chat_template_kwargs or {}) or None}
-    given |= _tools(body) | _reasoning_fields(body, variables)
-    if body.output_config and (form := body.output_config.format):
-        given["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+    options: dict[str, Any] = {}
+    formats = body.output_config.formats if body.output_config else []
     if isinstance(body, MessagesRequest):
-        given |= {name: getattr(body, name) for name in GenerationFields.model_fields}
-        given |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
-    return parse_record(ChatRequest, given)
+        formats = [*formats, *body.formats]
+        options = body.options | {"max_tokens": body.max_tokens, "stop_strings": body.stop_sequences or ()}
+    return Generation(
+        param="messages", names=NAMES, messages=messages, template_args=arguments | (body.chat_template_kwargs or {}),
+        continues_last_message=body.continues_last_message, format=only_format(formats), has_reasoning=True,
+        **_functions(body), **_reasoning(body, variables), **options,
+    )  # fmt: skip
 
 
-def _messages_of(turn: Turn) -> list[dict[str, Any]]:
-    """Convert a message of Anthropic's API to messages of OpenAI's API.
-
-    They are several messages if it contains tool results, because each becomes a separate one.
-    """
+def _messages_of(turn: Turn) -> list[Message]:
+    """Convert a turn; each tool result becomes a separate message."""
     found: list[dict[str, Any]] = []
     for block in turn.content:
         if isinstance(block, ToolResultBlock):
@@ -239,39 +246,33 @@ def _messages_of(turn: Turn) -> list[dict[str, Any]]:
                 message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
             case ToolUseBlock():
                 function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-                message.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
-    return found or [{"role": turn.role, "content": ""}]
+                message.setdefault("calls", []).append({"id": block.id, "function": function})
+    return [plain_message(**message) for message in found or [{"role": turn.role, "content": ""}]]
 
 
-def _tools(body: CountTokensRequest) -> dict[str, Any]:
-    tools, choice = [], body.tool_choice
-    for tool in body.tools or ():
-        function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
-        tools.append({"type": "function", "function": function})
-    if choice is None:
-        return {"tools": tools or None}
+def _functions(body: CountTokensRequest) -> dict[str, Any]:
+    choice = body.tool_choice or ToolChoice(type="auto")
     if choice.type == "tool" and choice.name is None:
         raise unsupported("tool_choice.name", "the type tool needs a name; give the name of one of tools")
     return {
-        "tools": tools or None,
-        "tool_choice": CHOICES.get(choice.type) or {"type": "function", "function": {"name": choice.name}},
-        "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
-    }
+        "functions": [
+            CallableFunction(tool.name, tool.description, tool.input_schema, bool(tool.strict)) for tool in body.tools or ()
+        ],
+        "tool_choice": CHOICES.get(choice.type, "auto"), "called": choice.name if choice.type == "tool" else None,
+        "has_single_call": bool(choice.disable_parallel_tool_use),
+    }  # fmt: skip
 
 
-def _reasoning_fields(body: CountTokensRequest, variables: Collection[str]) -> dict[str, Any]:
+def _reasoning(body: CountTokensRequest, variables: Collection[str]) -> dict[str, Any]:
     thinking, effort = body.thinking, body.output_config.effort if body.output_config else None
     if thinking and thinking.type == "disabled":
         return {"reasoning_effort": "none"}
-    found: dict[str, Any] = {}
-    if thinking and thinking.type == "enabled":
-        found["thinking"] = {"type": "enabled"}
-    if thinking:
-        found["thinking_token_budget"] = thinking.budget_tokens
-    # Unlike OpenAI's, this effort does not turn reasoning on, so only a template that reads it needs it.
-    if effort and "reasoning_effort" in variables:
-        found["reasoning_effort"] = effort
-    return found
+    return {
+        "thinking": True if thinking and thinking.type == "enabled" else None,
+        "reasoning_budget": thinking and thinking.budget_tokens,
+        # Unlike OpenAI's, this effort does not turn reasoning on, so only a template that reads it needs it.
+        "reasoning_effort": effort if "reasoning_effort" in variables else None,
+    }
 
 
 class MessagesReply(BlocksReply):

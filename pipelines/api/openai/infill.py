@@ -7,12 +7,14 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from castiron.pipelines.api.generation_api import GenerationApi
+from castiron.pipelines.api.async_engine import Job
+from castiron.pipelines.api.generation import Generation
+from castiron.pipelines.api.generation_api import generating
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
 from castiron.pipelines.api.oldest_messages import ANSWER_TOKENS
-from castiron.pipelines.api.replies import ChoicesReply
+from castiron.pipelines.api.openai.records import CompletionFields
+from castiron.pipelines.api.openai.replies import ChoicesReply
 from castiron.pipelines.api.request_body import Body, Unsupported
-from castiron.pipelines.api.schemas import CompletionFields
 from castiron.pipelines.engine.request import Finished, Request
 from castiron.pipelines.text.fill_in_the_middle import LineStops
 from castiron.pipelines.text.text_output import Delta
@@ -63,8 +65,8 @@ class InfillReply(ChoicesReply):
     last = None
 
     def __init__(self, model: str, token_bytes: TokenBytes, body: InfillRequest):
-        super().__init__(model, token_bytes, False)
-        self.body = body
+        super().__init__(model, token_bytes, body, False)
+        self.fields = body.response_fields
 
     def choice(self, index: int, delta: Delta, end: Finished) -> dict:
         return self._selected(self.delta(index, delta, end))
@@ -96,10 +98,10 @@ class InfillReply(ChoicesReply):
 
         In this list, a/b means the field b of the object a.
         """
-        if self.body.response_fields is None:
+        if self.fields is None:
             return answer
         found = {}
-        for name in self.body.response_fields:
+        for name in self.fields:
             value: Any = answer
             for part in name.split("/"):
                 value = value.get(part) if isinstance(value, dict) else None
@@ -127,10 +129,9 @@ def timings(request: Request, tokens: int) -> dict[str, float]:
     return found
 
 
-async def start_infill(api: ModelApi, body: InfillRequest) -> Any:
-    """Start the answer to a request to /infill and return its job."""
-    if not isinstance(api, GenerationApi):
-        return await api.complete(body)
+async def start_infill(model: ModelApi, body: InfillRequest) -> Job:
+    """Start the answer to a request to /infill."""
+    api = generating(model)
     fim = await api.fim("input_suffix")
     limit = body.n_predict if body.n_predict >= 0 or (body.max_tokens or -1) < 0 else body.max_tokens
     limit = None if limit < 0 else limit
@@ -139,8 +140,7 @@ async def start_infill(api: ModelApi, body: InfillRequest) -> Any:
     prefix = body.input_prefix + body.prompt
     api.check_length(len(prefix) + len(body.input_suffix) + sum(len(text) for _, text in files), "input_prefix")
     prompt = await run_in_thread(fim.prompt, prefix, body.input_suffix, files, api.context - reserve + 1)
-    reply = InfillReply(api.names[0], api.token_bytes, body)
-    return await api.start_job(
-        body, [prompt], "input_prefix", reply, None, max_tokens=limit, stop_tokens=fim.ends,
-        stop_strings=LineStops(body.stop or (), body.n_indent, max(body.t_max_predict_ms, 0) / 1e3 or None),
-    )  # fmt: skip
+    stops = LineStops(body.stop or (), body.n_indent, max(body.t_max_predict_ms, 0) / 1e3 or None)
+    options = body.options | {"max_tokens": limit, "stop_strings": stops}
+    generation = Generation(param="input_prefix", prompts=[prompt], end_tokens=fim.ends, **options)
+    return await api.start(generation, InfillReply(api.names[0], api.token_bytes, body))

@@ -10,22 +10,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from castiron.pipelines.api.api_errors import ApiError
-from castiron.pipelines.api.blocks_reply import Block, BlocksReply
-from castiron.pipelines.api.chat_records import InputStream, Message, input_of
+from castiron.pipelines.api.async_engine import Job
+from castiron.pipelines.api.generation import Generation, Message
+from castiron.pipelines.api.generation_api import generating
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
-from castiron.pipelines.api.openai.responses_request import (
-    FIELDS,
+from castiron.pipelines.api.openai.custom_tools import InputStream, input_of
+from castiron.pipelines.api.openai.responses_records import (
     CustomTool,
     FunctionTool,
     InputTokensRequest,
     ResponsesRequest,
     StoredItem,
-    chat_request,
     messages_of,
     names_in_namespaces,
+    parse,
 )
-from castiron.pipelines.api.request_body import Body, fields_renamed
-from castiron.pipelines.api.schemas import ChatRequest
+from castiron.pipelines.api.replies import Block, BlocksReply
+from castiron.pipelines.api.request_body import Body
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.text.tokenizer import TokenBytes
 
@@ -86,7 +87,7 @@ class ResponseStore:
         body = json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
         output = InputTokensRequest(input=response.get("output")).items(lambda name: None)
         messages = [*messages, *messages_of(output)]
-        size = len(body) + sum(len(message.model_dump_json(exclude_none=True)) for message in messages)
+        size = len(body) + sum(len(json.dumps(message, separators=(",", ":"))) for message in messages)
         items = {item.id or "": item for item in output}
         self._stored[response["id"]] = Stored(owner, body, items, messages, size)
         self._items |= dict.fromkeys(items, response["id"])
@@ -143,34 +144,27 @@ class ResponseStore:
 NO_STORE = ResponseStore(count=0)
 
 
-async def start_response(api: ModelApi, body: ResponsesRequest, store: ResponseStore = NO_STORE, owner: bytes = b"") -> Any:
-    """Start to answer a request to /v1/responses, and return the `Job` that generates the answer.
+async def start_response(model: ModelApi, body: ResponsesRequest, store: ResponseStore = NO_STORE, owner: bytes = b"") -> Job:
+    """Start to answer a request to /v1/responses.
 
     store: where earlier responses are found and the new one is stored.
     owner: API key of the client.
     """
+    api = generating(model)
+    generation, conversation = await _parse(body, store, owner)
     is_stored = store.count > 0 and body.store is not False
-    with fields_renamed(FIELDS):
-        chat, conversation = await _chat(body, store, owner)
-        put = (lambda response: store.put(owner, response, conversation)) if is_stored else None
-        reply = lambda: ResponsesReply(api.names[0], api.token_bytes, body, api.sampling_of(chat), put)
-        return await api.chat(chat, reply, drops_oldest=body.truncation == "auto")
+    put = (lambda response: store.put(owner, response, conversation)) if is_stored else None
+    reply = ResponsesReply(api.names[0], api.token_bytes, body, api.sampling_of(generation), put)
+    return await api.start(generation, reply)
 
 
-async def count_response_tokens(api: ModelApi, body: InputTokensRequest, store: ResponseStore, owner: bytes) -> int:
-    with fields_renamed(FIELDS):
-        chat, _ = await _chat(body, store, owner)
-        return await api.count(chat, drops_oldest=body.truncation == "auto")
+async def count_response_tokens(model: ModelApi, body: InputTokensRequest, store: ResponseStore, owner: bytes) -> int:
+    generation, _ = await _parse(body, store, owner)
+    return await generating(model).count(generation)
 
 
-async def _chat(body: InputTokensRequest, store: ResponseStore, owner: bytes) -> tuple[ChatRequest, list[Message]]:
-    """Convert `body` to a chat request.
-
-    store: where the previous response is found, if `body` continues one.
-    owner: API key of the client.
-    Returns (chat request, messages to store with the response). These messages are the complete
-    conversation, from its first request on, without instructions.
-    """
+async def _parse(body: InputTokensRequest, store: ResponseStore, owner: bytes) -> tuple[Generation, list[Message]]:
+    """Convert `body`; return also the conversation to store, which has no instructions."""
     before: Sequence[Message] = ()
     if (name := body.previous_response_id) is not None:
         if (found := store.get(owner, name)) is None:
@@ -183,9 +177,9 @@ async def _chat(body: InputTokensRequest, store: ResponseStore, owner: bytes) ->
         before = found.messages
     items = body.items(lambda name: store.item(owner, name))
 
-    def convert() -> tuple[ChatRequest, list[Message]]:
+    def convert() -> tuple[Generation, list[Message]]:
         messages = messages_of(items)
-        return chat_request(body, before, messages), [*before, *messages]
+        return parse(body, before, messages), [*before, *messages]
 
     return await run_in_thread(convert)
 

@@ -1,34 +1,38 @@
-"""Request bodies of OpenAI's API, with the fields that castiron, vLLM and llama.cpp add.
+"""Request bodies of OpenAI's completions, with fields of castiron, vLLM and llama.cpp.
 
 Unknown fields and fields that only label the request or the customer are ignored. An unsupported
 field is an error if its value would change the answer.
 """
 
+import json
+import re
 from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from castiron.pipelines.api.chat_records import (
-    AllowedTools,
-    FreeformTool,
+from castiron.pipelines.api.api_errors import invalid
+from castiron.pipelines.api.generation import ANY_OBJECT, AnswerFormat, Effort, Message
+from castiron.pipelines.api.records import (
+    LIMITED,
+    CalledFunction,
+    Content,
     Function,
-    FunctionName,
-    Message,
-    NamedFreeform,
-    NamedTool,
-    Tool,
+    FunctionIdentifier,
+    GenerationFields,
+    Prompt,
+    Stops,
+    StopString,
+    TokenId,
+    TokenIds,
+    formats_of,
+    text_of,
 )
-from castiron.pipelines.api.request_body import Body, ByType, Unsupported
-from castiron.pipelines.engine.sampling import SCHEDULE
+from castiron.pipelines.api.request_body import Body, ByType, Unsupported, is_one_or_more
 
 
 def is_negative(value: Any) -> bool:
     return type(value) in (int, float) and value < 0
-
-
-def is_one_or_more(value: Any) -> bool:
-    return type(value) in (int, float) and value >= 1
 
 
 # Unsupported fields of vLLM and llama.cpp: (accepted values, which change nothing; names).
@@ -64,49 +68,131 @@ def _record(name: str, table: Iterable[tuple[tuple[Any, ...], str]]) -> Any:
 UnsupportedFields = _record("UnsupportedFields", UNSUPPORTED)
 UnsupportedChatFields = _record("UnsupportedChatFields", UNSUPPORTED_IN_CHAT)
 
-StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+# The JSON schema of the arguments of a custom tool.
+INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False}
 
 
-def _stops(value: Any) -> Any:
-    """Convert the field `stop` to a list without empty strings, which stop nothing, as in llama.cpp."""
-    strings = [value] if isinstance(value, str) else value
-    return [each for each in strings if each != ""] if isinstance(strings, list) else value
+class Call(Body):
+    """A call in an earlier answer."""
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra={})
+    type: Literal["function", None] = None
+    id: str | None = None
+    function: CalledFunction
 
 
-Stops = Annotated[list[StopString], Field(max_length=16), BeforeValidator(_stops, json_schema_input_type=str | list[str])]
-TokenId = Annotated[int, Field(ge=0)]
-# fail_fast: validation of a list stops at the first wrong value, because a million errors would take seconds.
-TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-# left_to_right: the ids are not validated again as text.
-Prompt = Annotated[str | TokenIds, Field(union_mode="left_to_right")]
-Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-# Who may call a function: the model itself, but no code that it runs.
-DirectCallers = Annotated[list[Literal["direct"]], Field(fail_fast=True)]
+class CalledFreeform(Body):
+    model_config = ConfigDict(extra="ignore", json_schema_extra={})
+    name: str
+    input: str | None = None
+
+
+class FreeformCall(Body):
+    """A call to a custom tool in an earlier answer."""
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra={})
+    type: Literal["custom"]
+    id: str | None = None
+    custom: CalledFreeform
+
+    @property
+    def function(self) -> CalledFunction:
+        return CalledFunction(name=self.custom.name, arguments={"input": self.custom.input})
+
+
+class ChatMessage(BaseModel):
+    """A chat message; fields other than role and content are passed to the chat template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content | None = None
+    tool_calls: Annotated[list[Annotated[Call | FreeformCall, ByType("function")]], Field(fail_fast=True)] | None = None
+    # OpenAI's old name of a single call, which has no id.
+    function_call: CalledFunction | None = None
+
+    @property
+    def plain(self) -> Message:
+        """The message with its content as text, and all calls in `tool_calls`."""
+        old = [Call(function=self.function_call)] if self.function_call else []
+        calls = [{"id": call.id, "function": call.function.model_dump()} for call in (*(self.tool_calls or ()), *old)]
+        message = {**(self.model_extra or {}), "role": self.role, "content": text_of(self.content)}
+        return {**message, "tool_calls": calls} if calls else message
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    """A tool choice that names the function which the answer must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class NamedFreeform(Body):
+    """A tool choice that names the custom tool which the answer must call."""
+
+    type: Literal["custom"]
+    function: FunctionName = Field(alias="custom")
+
+
+class AllowedToolList(Body):
+    """The functions that an answer may call, and whether it must call one (`required`)."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Annotated[NamedTool | NamedFreeform, ByType()]], Field(fail_fast=True)]
+
+
+class AllowedTools(Body):
+    """A tool choice that lists the functions which the answer may call."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolList
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class Freeform(Body):
+    """A custom tool, whose input is a text; a grammar for it is not supported."""
+
+    name: FunctionIdentifier
+    description: str | None = None
+    format: Annotated[Any, Unsupported({"type": "text"})] = None
+
+
+class FreeformTool(Body):
+    """OpenAI's custom tool, which the model calls like a function with the argument `input`."""
+
+    type: Literal["custom"]
+    custom: Freeform
+
+    @property
+    def function(self) -> Function:
+        return Function(name=self.custom.name, description=self.custom.description, parameters=INPUT, strict=True)
+
+
 # Values of vLLM's fields: a JSON schema as an object or as text, and a list of possible answers.
 Schema = dict[str, Any] | bool | str
 Choices = Annotated[list[str], Field(min_length=1, max_length=4096, fail_fast=True)]
 # Max choices of a request; each takes a slot or waits for one.
 MAX_CHOICES = 128
-# OpenAI's limits for the texts of an embeddings request and the entries of logit_bias.
-MAX_INPUTS, MAX_BIASES = 2048, 1024
-Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+# OpenAI's limit for the entries of logit_bias.
+MAX_BIASES = 1024
 # A tool choice that is an object.
 ChosenTool = Annotated[NamedTool | NamedFreeform | AllowedTools, ByType()]
-# OpenAI's efforts, and vLLM's max.
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 # Biases by token id, or by a text, which stands for its tokens.
 Biases = Annotated[dict[TokenId | StopString, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)]
-# Max absolute priority: vLLM allows any integer, but JSON parsers are exact only in this range.
-MAX_PRIORITY = 2**53
 
 
 def _biases(value: Any) -> Any:
-    """Convert the field `logit_bias` to {token id or text: bias}.
+    """Convert `logit_bias` to {token id or text: bias}, also from llama.cpp's list of pairs.
 
-    value: {token id or text: bias}, as in OpenAI's API, or a list of [token id or text, bias], as
-        in llama.cpp's. An invalid value is returned unchanged, because Pydantic rejects it later.
-    The bias false, with which llama.cpp forbids a token, becomes -100.
+    The bias false, with which llama.cpp forbids a token, becomes -100. Invalid values stay.
     """
     if isinstance(value, list):
         is_pair = lambda each: isinstance(each, list) and len(each) == 2 and type(each[0]) in (int, str)
@@ -121,13 +207,8 @@ def _biases(value: Any) -> Any:
 
 
 class StreamOptions(Body):
-    """Options of a stream.
-
-    include_usage: whether the last chunk has token counts.
-    continuous_usage_stats: whether every chunk has the token counts so far, as in vLLM.
-    """
-
     include_usage: bool | None = None
+    # vLLM's field: whether every chunk has the token counts so far.
     continuous_usage_stats: bool | None = None
     include_obfuscation: Annotated[Any, Unsupported(False)] = None
 
@@ -148,6 +229,24 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
 
+    @property
+    def formats(self) -> list[AnswerFormat]:
+        if (self.json_schema is None) == (self.type == "json_schema") and self.schema_ is None:
+            param = "response_format.json_schema"
+            if self.type == "json_schema":
+                raise invalid(param, f"{param} is missing; give it, because the type is json_schema")
+            raise invalid(param, f"{param} needs the type json_schema, but the type is {self.type}; change one of them")
+        if self.schema_ is not None:
+            param = "response_format.schema"
+            if self.json_schema is not None:
+                raise invalid(param, f"{param} and response_format.json_schema each give a schema; leave one out")
+            if self.type == "text":
+                raise invalid(param, f"{param} needs the type json_schema, but the type is text; change one of them")
+        if self.type == "text":
+            return []
+        schema = self.json_schema.schema_ if self.json_schema else ANY_OBJECT if self.schema_ is None else self.schema_
+        return [AnswerFormat("response_format", "json_schema", schema)]
+
 
 class StructuredOutputs(Body):
     """The format of the answer, in vLLM's API; a request sets one of the fields."""
@@ -158,35 +257,23 @@ class StructuredOutputs(Body):
     choice: Choices | None = None
     grammar: str | None = None
 
-
-class GenerationFields(Body):
-    """The fields of all requests for generated text, in OpenAI's and Anthropic's formats.
-
-    Some of the fields are not in these APIs: min_p, repeat_penalty (or repetition_penalty),
-    repetition_stop, ignore_eos, grammar, regex, temperature_schedule, receipt, vLLM's priority and,
-    for OpenAI's API, top_k.
-    """
-
-    model: str | None = None
-    stream: bool | None = None
-    seed: int | None = None
-    # OpenAI's max is 2; vLLM, llama.cpp and Ollama have none.
-    temperature: float | None = Field(None, ge=0)
-    temperature_schedule: str | None = Field(None, pattern=f"^{SCHEDULE}$")
-    # 0 leaves one token.
-    top_p: float | None = Field(None, ge=0, le=1)
-    # 0, and vLLM's -1, mean no limit.
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repeat_penalty: float | None = Field(None, ge=0.01, le=100)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    ignore_eos: bool | None = None
-    repetition_stop: bool | None = None
-    grammar: str | None = None
-    regex: str | None = None
-    # Castiron's field: whether the answer has a receipt for `castiron audit`.
-    receipt: bool | None = None
-    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    def formats(self, prefix: str) -> list[AnswerFormat]:
+        """Return the formats that are set; prefix: start of the names of the fields."""
+        schema = self.json_
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError):
+                schema = None
+            if not isinstance(schema, dict | bool):
+                raise invalid(f"{prefix}json", f"{prefix}json must be a JSON schema, as an object or as text")
+        choice = None if self.choice is None else "|".join(map(re.escape, self.choice))
+        return [
+            *([] if schema is None else [AnswerFormat(f"{prefix}json", "json_schema", schema)]),
+            *([AnswerFormat(f"{prefix}json_object", "json_schema", ANY_OBJECT)] if self.json_object else []),
+            *([] if choice is None else [AnswerFormat(f"{prefix}choice", "regex", choice)]),
+            *formats_of(prefix, regex=self.regex, grammar=self.grammar),
+        ]
 
 
 class CompletionFields(GenerationFields, UnsupportedFields):
@@ -241,11 +328,12 @@ class CompletionFields(GenerationFields, UnsupportedFields):
 
     @property
     def limit(self) -> int | None:
-        """The max tokens of the answer that the request sets.
-
-        A negative number means no limit. None means that the request sets nothing.
-        """
+        """The max tokens of the answer; negative for no limit, None if the request sets nothing."""
         return self.n_predict if self.max_tokens is None else self.max_tokens
+
+    @property
+    def max_answer(self) -> int | None:
+        return None if self.limit is None or self.limit < 0 else self.limit
 
     @property
     def choices(self) -> int:
@@ -253,9 +341,29 @@ class CompletionFields(GenerationFields, UnsupportedFields):
 
     @property
     def reasoning_budget(self) -> int | None:
-        """The max tokens of reasoning that the request sets; None for no limit."""
-        given = (self.thinking_token_budget, self.thinking_budget_tokens, self.reasoning_budget_tokens)
-        return min((each for each in given if each is not None and each >= 0), default=None)
+        budgets = (self.thinking_token_budget, self.thinking_budget_tokens, self.reasoning_budget_tokens)
+        return min((budget for budget in budgets if budget is not None and budget >= 0), default=None)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return super().options | {
+            "names": {"reasoning_budget": "thinking_token_budget", "choices": "n" if self.n else "n_cmpl"},
+            "choices": self.choices, "max_tokens": self.max_answer, "min_tokens": self.min_tokens or 0,
+            "stop_strings": self.stop or (), "stop_tokens": self.stop_token_ids or (), "logit_bias": self.logit_bias or {},
+            "samplers": self.samplers, "allowed_token_ids": self.allowed_token_ids or (), "bad_words": self.bad_words or (),
+            "reasoning_budget": self.reasoning_budget, "compact_json": bool(self.compact_json),
+        }  # fmt: skip
+
+    @property
+    def formats(self) -> list[AnswerFormat]:
+        guided = StructuredOutputs(
+            json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
+        )
+        return [
+            *(self.response_format.formats if self.response_format else ()),
+            *(self.structured_outputs.formats("structured_outputs.") if self.structured_outputs else ()),
+            *guided.formats("guided_"), *formats_of("", json_schema=self.json_schema), *super().formats,
+        ]  # fmt: skip
 
 
 class ChatThinking(Body):
@@ -268,8 +376,8 @@ class ChatThinking(Body):
 class ChatRequest(CompletionFields, UnsupportedChatFields):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    tools: Annotated[list[Annotated[Tool | FreeformTool, ByType()]], Field(max_length=128, fail_fast=True)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[Annotated[Tool | FreeformTool, ByType()]], LIMITED] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     # vLLM's fields: whether the answer continues the last message, or starts a new one.
@@ -292,7 +400,7 @@ class ChatRequest(CompletionFields, UnsupportedChatFields):
     # It has no effect: chat completions are not stored.
     store: bool | None = None
     # OpenAI's old names of tools and tool_choice.
-    functions: Annotated[list[Function], Field(max_length=128)] | None = None
+    functions: Annotated[list[Function], LIMITED] | None = None
     function_call: Literal["none", "auto"] | FunctionName | None = None
 
     @property
@@ -322,67 +430,13 @@ class CompletionRequest(CompletionFields):
     add_special_tokens: bool | None = None
 
 
-class EmbeddingsRequest(Body):
-    """The body of POST /v1/embeddings, with two fields that are not in OpenAI's API.
-
-    prompt_name: name of one of the model's prompts; this prompt is put before each text.
-    truncate: whether texts that are too long are truncated, instead of being an error.
-    """
-
-    input: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(None, ge=1)
-    prompt_name: str | None = None
-    truncate: bool | None = None
-    user: str | None = None
-
-
-class Document(BaseModel):
-    """A document to rank. It may have other fields too, which a returned document keeps."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    text: str
-
-
-class RerankRequest(Body):
-    """The body of POST /v1/rerank, as in Cohere's, Jina's and vLLM's APIs.
-
-    Texts that are too long are truncated.
-    """
-
-    query: str
-    documents: Annotated[list[str | Document], Field(min_length=1, max_length=MAX_INPUTS)]
-    model: str | None = None
-    top_n: int | None = Field(None, ge=1)
-    return_documents: bool | None = None
-    user: str | None = None
-    # Accepted only as 1, because a long document is cut to one chunk.
-    max_chunks_per_doc: Annotated[Any, Unsupported(1)] = None
-
-
-class ScoreRequest(Body):
-    """The body of POST /v1/score: two lists of texts to compare.
-
-    text_1: one text, which is compared with each text in text_2; or a list as long as text_2, for
-        comparing the texts at the same index.
-    """
-
-    expected: ClassVar[dict[str, str]] = dict.fromkeys(("text_1", "text_2"), "a string or a list of 1 to 2048 strings")
-
-    text_1: Texts
-    text_2: Texts
-    model: str | None = None
-    user: str | None = None
-
-
 class TokenizeRequest(Body):
     """The body of POST /tokenize: a text (`content` in llama.cpp, `prompt` in vLLM) or messages."""
 
     model: str | None = None
     content: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
     add_special: bool | None = None
     add_special_tokens: bool | None = None
 

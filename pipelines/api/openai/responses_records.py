@@ -1,24 +1,41 @@
-"""Request bodies of OpenAI's /v1/responses, and their conversion to chat requests."""
+"""Request bodies of OpenAI's /v1/responses, and their conversion."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from castiron.pipelines.api import schemas
-from castiron.pipelines.api.api_errors import ApiError, unsupported
-from castiron.pipelines.api.chat_records import Content, Freeform, Function, FunctionIdentifier, Message, text_of
-from castiron.pipelines.api.request_body import Body, ByType, Unsupported, parse_record
-from castiron.pipelines.api.schemas import ChatRequest, GenerationFields
+from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
+from castiron.pipelines.api.generation import (
+    ANY_OBJECT,
+    AnswerFormat,
+    CallableFunction,
+    Effort,
+    Generation,
+    Message,
+    only_format,
+    plain_message,
+)
+from castiron.pipelines.api.openai.records import INPUT, Freeform, JsonSchema, Verbosity
+from castiron.pipelines.api.records import (
+    LIMITED,
+    MAX_FUNCTIONS,
+    MAX_NAME,
+    Content,
+    DirectCallers,
+    Function,
+    FunctionIdentifier,
+    GenerationFields,
+    Objects,
+    text_of,
+)
+from castiron.pipelines.api.request_body import Body, ByType, Unsupported
 
-# Names of this API's fields, by the chat fields that they are converted to.
-FIELDS = {
-    "messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens",
-    "reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity",
-}  # fmt: skip
+# This API's names of fields of `Generation`.
+NAMES = {"reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity"}
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -71,8 +88,8 @@ class ReasoningItem(Item):
     """Reasoning of an earlier answer; encrypted reasoning is not supported."""
 
     type: Literal["reasoning"]
-    summary: schemas.Objects | None = None
-    content: schemas.Objects | None = None
+    summary: Objects | None = None
+    content: Objects | None = None
 
     @property
     def text(self) -> str:
@@ -99,7 +116,7 @@ def _as_items(value: Any) -> Any:
 class FunctionTool(Function):
     type: Literal["function"]
     defer_loading: Literal[False] | None = None
-    allowed_callers: schemas.DirectCallers | None = None
+    allowed_callers: DirectCallers | None = None
 
 
 class CustomTool(Freeform):
@@ -107,7 +124,7 @@ class CustomTool(Freeform):
 
     type: Literal["custom"]
     defer_loading: Literal[False] | None = None
-    allowed_callers: schemas.DirectCallers | None = None
+    allowed_callers: DirectCallers | None = None
 
 
 class Namespace(Body):
@@ -128,7 +145,7 @@ class ChosenFunction(Body):
     namespace: str | None = None
 
 
-class AllowedTools(Body):
+class AllowedFunctions(Body):
     """A tool choice that allows calls only to the tools in its list."""
 
     type: Literal["allowed_tools"]
@@ -136,7 +153,7 @@ class AllowedTools(Body):
     tools: Annotated[list[ChosenFunction], Field(fail_fast=True)]
 
 
-class TextFormat(schemas.JsonSchema):
+class TextFormat(JsonSchema):
     """The format of the answer; `schema` is required for the type json_schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -145,13 +162,24 @@ class TextFormat(schemas.JsonSchema):
 
 class TextOptions(Body):
     format: TextFormat | None = None
-    verbosity: schemas.Verbosity | None = None
+    verbosity: Verbosity | None = None
+
+    @property
+    def formats(self) -> list[AnswerFormat]:
+        if self.format is None or self.format.type == "text":
+            return []
+        if self.format.type == "json_object":
+            return [AnswerFormat("text.format", "json_schema", ANY_OBJECT)]
+        if self.format.schema_ is None:
+            param = "text.format.schema"
+            raise ApiError(400, f"you must provide {param}", param, "missing_required_parameter")
+        return [AnswerFormat("text.format", "json_schema", self.format.schema_)]
 
 
 class Reasoning(Body):
     """Options of reasoning. Answers have the complete reasoning, even if a summary is requested."""
 
-    effort: schemas.Effort | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     mode: Literal["standard"] | None = None
@@ -171,8 +199,8 @@ class InputTokensRequest(Body):
     input: Annotated[Items, BeforeValidator(_as_items, json_schema_input_type=str | Items)] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[list[Annotated[AnyTool, ByType()]], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | Annotated[ChosenFunction | AllowedTools, ByType()] | None = None
+    tools: Annotated[list[Annotated[AnyTool, ByType()]], LIMITED] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Annotated[ChosenFunction | AllowedFunctions, ByType()] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -231,18 +259,18 @@ class ResponsesRequest(InputTokensRequest, GenerationFields):
 
 
 def messages_of(items: Iterable[StoredItem]) -> list[Message]:
-    """Convert the items of a conversation to chat messages.
+    """Convert the items of a conversation to messages.
 
     Reasoning, text and tool calls that follow each other become one assistant message.
     """
     found: list[dict[str, Any]] = []
+    order = ("reasoning_content", "content", "calls")
 
-    def assistant(field: str, value: Any) -> None:
-        order = ("reasoning_content", "content", "tool_calls")
+    def assistant(part: str, value: Any) -> None:
         last = found[-1] if found else {}
-        if last.get("role") != "assistant" or any(name in last for name in order[order.index(field) :]):
+        if last.get("role") != "assistant" or any(name in last for name in order[order.index(part) :]):
             found.append({"role": "assistant"})
-        found[-1][field] = value
+        found[-1][part] = value
 
     for item in items:
         match item:
@@ -254,53 +282,44 @@ def messages_of(items: Iterable[StoredItem]) -> list[Message]:
                 if item.text:
                     assistant("reasoning_content", item.text)
             case FunctionCall() | CustomCall():
-                kind, field = ("custom", "input") if isinstance(item, CustomCall) else ("function", "arguments")
-                called = {"name": full_name(item.namespace, item.name), field: getattr(item, field)}
-                call = {"id": item.call_id, "type": kind, kind: called}
-                if found and "tool_calls" in found[-1]:
-                    found[-1]["tool_calls"].append(call)
+                arguments = {"input": item.input} if isinstance(item, CustomCall) else item.arguments
+                call = {"id": item.call_id, "function": {"name": full_name(item.namespace, item.name), "arguments": arguments}}
+                if found and "calls" in found[-1]:
+                    found[-1]["calls"].append(call)
                 else:
-                    assistant("tool_calls", [call])
+                    assistant("calls", [call])
             case FunctionCallOutput():
                 found.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
-    return [Message(**message) for message in found]
+    return [plain_message(**{"content": "", **message}) for message in found]
 
 
-def chat_request(body: InputTokensRequest, before: Sequence[Message], messages: Sequence[Message]) -> ChatRequest:
-    """Convert a request of the Responses API to a chat request.
+def parse(body: InputTokensRequest, before: Sequence[Message], messages: Sequence[Message]) -> Generation:
+    """Convert a request of the Responses API.
 
-    before: the earlier conversation, which ends with the response that `body` continues; empty if
-        `body` starts a conversation.
+    before: the earlier conversation, which ends with the response that `body` continues.
     messages: the new messages, from the field `input`.
     """
     conversation = [*before, *messages]
     if body.instructions:
-        conversation.insert(0, Message(role="system", content=body.instructions))
-    first = list(takewhile(lambda message: message.role in ("system", "developer"), conversation))
+        conversation.insert(0, plain_message("system", body.instructions))
+    first = list(takewhile(lambda message: message["role"] in ("system", "developer"), conversation))
     if len(first) > 1:
         # Many templates read one system message only.
-        text = "\n\n".join(text_of(message.content) for message in first)
-        conversation[: len(first)] = [Message(role="system", content=text)]
+        conversation[: len(first)] = [plain_message("system", "\n\n".join(message["content"] for message in first))]
     if not conversation:
         raise ApiError(400, "you must provide input", "input", "missing_required_parameter")
-    given: dict[str, Any] = {"messages": conversation, "chat_template_kwargs": body.chat_template_kwargs}
-    given |= _chosen_tools(body) | {"parallel_tool_calls": body.parallel_tool_calls}
-    if body.reasoning:
-        given["reasoning_effort"] = body.reasoning.effort
-    if body.text:
-        given["verbosity"] = body.text.verbosity
-    if body.text and (form := body.text.format):
-        given["response_format"] = {"type": form.type}
-        if form.type == "json_schema":
-            if form.schema_ is None:
-                param = "text.format.schema"
-                raise ApiError(400, "you must provide text.format.schema", param, "missing_required_parameter")
-            given["response_format"]["json_schema"] = {"schema": form.schema_}
+    options = {}
+    formats = body.text.formats if body.text else []
     if isinstance(body, ResponsesRequest):
-        given |= {name: getattr(body, name) for name in GenerationFields.model_fields} | {"max_tokens": body.max_output_tokens}
-        if body.logprobs:
-            given |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    return parse_record(ChatRequest, given)
+        formats = [*formats, *body.formats]
+        options = body.options | {"max_tokens": body.max_output_tokens}
+        options["top_logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+    return Generation(
+        param="input", names=NAMES, messages=conversation, template_args=body.chat_template_kwargs or {},
+        reasoning_effort=body.reasoning and body.reasoning.effort, verbosity=body.text and body.text.verbosity,
+        drops_oldest=body.truncation == "auto", format=only_format(formats), has_reasoning=True,
+        has_single_call=body.parallel_tool_calls is False, **_functions(body), **options,
+    )  # fmt: skip
 
 
 def full_name(namespace: str | None, name: str) -> str:
@@ -321,26 +340,35 @@ def names_in_namespaces(tools: Iterable[AnyTool]) -> dict[str, dict[str, str]]:
     }
 
 
-def _chat_tool(tool: FunctionTool | CustomTool, space: Namespace | None = None) -> dict[str, Any]:
-    if isinstance(tool, CustomTool):
-        return {"type": "custom", "custom": tool.model_dump(include={"name", "description"})}
-    # The description of a namespace is put before that of its first function.
-    descriptions = [space.description if space and tool is space.tools[0] else None, tool.description]
-    function = {
-        "name": full_name(space and space.name, tool.name), "description": " ".join(filter(None, descriptions)) or None,
-        "parameters": tool.parameters, "strict": tool.strict,
-    }  # fmt: skip
-    return {"type": "function", "function": function}
-
-
-def _chosen_tools(body: InputTokensRequest) -> dict[str, Any]:
-    tools: list[dict[str, Any]] = []
-    for tool in body.tools or ():
-        tools += [_chat_tool(each, tool) for each in tool.tools] if isinstance(tool, Namespace) else [_chat_tool(tool)]
-    choice: Any = body.tool_choice
-    if isinstance(choice, AllowedTools):
+def _functions(body: InputTokensRequest) -> dict[str, Any]:
+    functions: list[CallableFunction] = []
+    for index, tool in enumerate(body.tools or ()):
+        match tool:
+            case CustomTool():
+                functions.append(CallableFunction(tool.name, tool.description, INPUT, True))
+            case FunctionTool():
+                functions.append(CallableFunction(tool.name, tool.description, tool.parameters, bool(tool.strict)))
+            case Namespace():
+                functions += _functions_of(tool, f"tools.{index}.tools")
+    if len(functions) > MAX_FUNCTIONS:
+        raise invalid("tools", f"tools has {len(functions)} functions; send at most {MAX_FUNCTIONS}")
+    choice = body.tool_choice
+    if isinstance(choice, AllowedFunctions):
         names = {full_name(each.namespace, each.name) for each in choice.tools}
-        tools, choice = [each for each in tools if each[each["type"]]["name"] in names], choice.mode
-    elif isinstance(choice, ChosenFunction):
-        choice = {"type": choice.type, choice.type: {"name": full_name(choice.namespace, choice.name)}}
-    return {"tools": tools or None, "tool_choice": choice}
+        return {"functions": [each for each in functions if each.name in names], "tool_choice": choice.mode}
+    if isinstance(choice, ChosenFunction):
+        return {"functions": functions, "called": full_name(choice.namespace, choice.name)}
+    return {"functions": functions, "tool_choice": choice or "auto"}
+
+
+def _functions_of(space: Namespace, param: str) -> Iterator[CallableFunction]:
+    # The description of the namespace is put before that of its first function.
+    before = space.description
+    for index, tool in enumerate(space.tools):
+        name = full_name(space.name, tool.name)
+        if len(name) > MAX_NAME:
+            message = f"{param}.{index}.name has {len(name)} characters with its namespace; send at most {MAX_NAME}"
+            raise invalid(f"{param}.{index}.name", message)
+        description = " ".join(filter(None, (before, tool.description))) or None
+        yield CallableFunction(name, description, tool.parameters, bool(tool.strict))
+        before = None
