@@ -127,7 +127,7 @@ def special_tokens(file: GgufFile) -> dict[str, str]:
     return {name: tokens[ids[role]] for role, name in TEMPLATE_NAMES.items() if ids.get(role, len(tokens)) < len(tokens)}
 
 
-def _found(vocabulary: Vocabulary) -> dict[str, int]:
+def _known_ids(vocabulary: Vocabulary) -> dict[str, int]:
     return {text: number for number, text in enumerate(vocabulary.tokens) if text in _TEXTS}
 
 
@@ -146,7 +146,7 @@ def _all_fim_ids(vocabulary: Vocabulary, known_ids: Mapping[str, int]) -> dict[s
 def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
     """Return the ids that end an answer, as llama_vocab_is_eog; those that the file names first."""
     vocabulary = Vocabulary(file)
-    roles, known_ids = vocabulary.role_ids(), _found(vocabulary)
+    roles, known_ids = vocabulary.role_ids(), _known_ids(vocabulary)
     fim = _all_fim_ids(vocabulary, known_ids)
     by_text = {known_ids[text] for text in _END_TEXTS if text in known_ids}
     by_text |= {fim[role] for role in _END_FIM if fim.get(role, len(vocabulary.tokens)) < len(vocabulary.tokens)}
@@ -160,7 +160,7 @@ def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
 
 def added_tokens(vocabulary: Vocabulary, merges: Iterable[Sequence[str]]) -> Iterator[dict]:
     """Yield added_tokens; one that `merges` produce is not special for its text alone."""
-    roles, known_ids = set(vocabulary.role_ids().values()), _found(vocabulary)
+    roles, known_ids = set(vocabulary.role_ids().values()), _known_ids(vocabulary)
     by_text = {*eos_token_ids(vocabulary.file), *_all_fim_ids(vocabulary, known_ids).values()}
     merged = {text for left, right in merges if (text := left + right) in known_ids}
     side, is_stripped = _stripping(vocabulary)

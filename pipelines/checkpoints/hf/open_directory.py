@@ -19,23 +19,9 @@ from castiron.pipelines.checkpoints.checkpoint import (
     without_shared,
 )
 from castiron.pipelines.checkpoints.column_order import column_orders
-from castiron.pipelines.checkpoints.hf import encoding_files, tokenizer_files
-from castiron.pipelines.checkpoints.hf.encoding_files import (
-    read_classifier,
-    read_encoding,
-    read_token_reranker,
-    reranker_template,
-)
+from castiron.pipelines.checkpoints.hf import encoding_files, tensor_layouts, tokenizer_files
 from castiron.pipelines.checkpoints.hf.quantised_weights import quantised_weights
 from castiron.pipelines.checkpoints.hf.read_files import PART_TYPES, json_object, read_safetensors, unsupported_type
-from castiron.pipelines.checkpoints.hf.tensor_layouts import (
-    TEXT_PARTS,
-    base_names,
-    family_tensors,
-    text_config,
-    text_tensors,
-    with_embedding,
-)
 from castiron.pipelines.checkpoints.hf.tokenizer_files import HfTokenizer, read_tokenizer
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -54,26 +40,27 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
         raise CheckpointError(f"{path} has no config.json; give a directory as HF's save_pretrained writes it")
     if not isinstance(full_config.get("model_type"), str):
         raise CheckpointError(f"{path / CONFIG} has no model_type")
-    if not any((path / name).exists() for name in (SINGLE, INDEX)) and full_config["model_type"] not in TEXT_PARTS:
+    has_weights = any((path / name).exists() for name in (SINGLE, INDEX))
+    if not has_weights and full_config["model_type"] not in tensor_layouts.TEXT_PARTS:
         # Report an unsupported model first, because downloading the missing weights would not help.
         family(full_config)
     quantisation, scales = quantization_config(path, full_config), {}
-    stored = base_names(tensors_of(path, quantisation is not None))
+    stored = tensor_layouts.base_names(tensors_of(path, quantisation is not None))
     if quantisation:
         stored, scales = quantised_weights(path, quantisation, stored)
-    config = without(text_config(full_config, stored), ignore_keys, path / CONFIG)
+    config = without(tensor_layouts.text_config(full_config, stored), ignore_keys, path / CONFIG)
     config.pop("quantization_config", None)
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{path / CONFIG} has no model_type in its text_config")
     generation = json_object(path / GENERATION) or {}
-    tensors, left_out = text_tensors(full_config["model_type"], stored)
+    tensors, left_out = tensor_layouts.text_tensors(full_config["model_type"], stored)
     left_out |= scales
     tokenizer, sources = read_tokenizer(path, full_config), (generation, full_config, config)
-    template = reranker_template(path, full_config, tokenizer.chat_template)
+    template = encoding_files.reranker_template(path, full_config, tokenizer.chat_template)
     encoding = (
-        read_token_reranker(path, full_config, tensors, tokenizer.content or {}, template)
-        or read_encoding(path, full_config)
-        or read_classifier(path, full_config, stored)
+        encoding_files.read_token_reranker(path, full_config, tensors, tokenizer.content or {}, template)
+        or encoding_files.read_encoding(path, full_config)
+        or encoding_files.read_classifier(path, full_config, stored)
     )
     if encoding:
         tensors.pop("score.weight", None)
@@ -81,7 +68,7 @@ def open_hf_directory(path: Path, ignore_keys: Sequence[str] = ()) -> Checkpoint
             del tensors[HEAD]
             left_out |= {"lm_head": 1}
     reject_impossible_sizes(path, config, {name: tensor.shape for name, tensor in tensors.items()})
-    tensors = with_embedding(family_tensors(config["model_type"], tensors), config)
+    tensors = tensor_layouts.with_embedding(tensor_layouts.family_tensors(config["model_type"], tensors), config)
     tensors, orders = column_orders(without_shared(tensors, config))
     for tensor in tensors.values():
         if tensor.codec in PART_TYPES:

@@ -51,7 +51,7 @@ _BLOCK = (128, 128)
 
 
 @dataclass(frozen=True)
-class Stored:
+class WeightParts:
     """The tensors of one quantised weight, by the ends of their names, such as "qweight"."""
 
     path: Path
@@ -170,7 +170,7 @@ def _codes(numbers: np.ndarray, bits: int) -> np.ndarray:
     return numbers ^ np.uint8(128) if bits == 8 else numbers
 
 
-def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
+def _packed_by_columns(stored: WeightParts) -> tuple[Tensor, ...]:
     """Convert a GPTQ or AWQ weight, with the order of its columns.
 
     qweight: [in, out / 8] for AWQ, [in * bits / 32, out] for GPTQ; scales: [groups, out];
@@ -214,7 +214,7 @@ def _packed_by_columns(stored: Stored) -> tuple[Tensor, ...]:
     return stored.tensor(f"int{bits}", (out, inner), scales, checked, transposed=True, order=order)
 
 
-def _is_symmetric(stored: Stored) -> bool | None:
+def _is_symmetric(stored: WeightParts) -> bool | None:
     """Return `sym` of a weight; `extra_config` and `dynamic` (GPTQModel) state it by layer."""
     for key in ("extra_config", "dynamic"):
         layers = stored.config.get(key)
@@ -226,7 +226,7 @@ def _is_symmetric(stored: Stored) -> bool | None:
     return stored.config.get("sym")
 
 
-def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
+def _packed_by_rows(stored: WeightParts) -> tuple[Tensor, ...]:
     """Convert a pack-quantized weight of compressed-tensors, with the order of its columns.
 
     An i32 of weight_packed has numbers of one row, of weight_zero_point numbers of one column.
@@ -257,7 +257,7 @@ def _packed_by_rows(stored: Stored) -> tuple[Tensor, ...]:
     return stored.tensor(f"uint{bits}", shape, scales, codes, zeros, order=order)
 
 
-def _nvfp4(stored: Stored, part: str, of_tensor: str, is_divisor: bool) -> tuple[Tensor, ...]:
+def _nvfp4(stored: WeightParts, part: str, of_tensor: str, is_divisor: bool) -> tuple[Tensor, ...]:
     """Convert an NVFP4 weight; the part `of_tensor` divides or multiplies its scales."""
     packed, scales, second = stored[part], stored["weight_scale"], stored[of_tensor]
     out, inner = packed.shape[0], 2 * packed.shape[-1]
@@ -280,7 +280,7 @@ def _nvfp4(stored: Stored, part: str, of_tensor: str, is_divisor: bool) -> tuple
     return (Tensor(stored.name, (out, inner), "nvfp4_scaled", packed.source, read),)
 
 
-def _bitsandbytes_4_bits(stored: Stored) -> tuple[Tensor, ...]:
+def _bitsandbytes_4_bits(stored: WeightParts) -> tuple[Tensor, ...]:
     """Convert an NF4 or FP4 weight of bitsandbytes.
 
     absmax has a scale for each `blocksize` consecutive elements, across rows. With double
@@ -329,7 +329,7 @@ def _bitsandbytes_4_bits(stored: Stored) -> tuple[Tensor, ...]:
     return stored.tensor(kind, (out, inner), of_groups, codes)
 
 
-def _bitsandbytes_int8(stored: Stored) -> tuple[Tensor, ...]:
+def _bitsandbytes_int8(stored: WeightParts) -> tuple[Tensor, ...]:
     """Convert an int8 weight of bitsandbytes; SCB has the largest magnitude of each row."""
     weight, largest = stored["weight"], stored.scales("SCB")
     read = lambda: (largest.data.view("<f4") / _LARGEST_INT8).view(np.uint8)
@@ -339,7 +339,7 @@ def _bitsandbytes_int8(stored: Stored) -> tuple[Tensor, ...]:
     return stored.tensor("int8", weight.shape, scales, lambda: weight.data)
 
 
-def _scaled(stored: Stored) -> tuple[Tensor, ...]:
+def _scaled(stored: WeightParts) -> tuple[Tensor, ...]:
     weight = stored["weight"]
     if stored.config["quant_method"] == "bitsandbytes":
         return _bitsandbytes_int8(stored) if weight.codec == "I8" else _bitsandbytes_4_bits(stored)
@@ -360,7 +360,7 @@ def _scaled(stored: Stored) -> tuple[Tensor, ...]:
 
 
 # By the part that only such a weight has: its other parts, and the function that reads it.
-_LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Stored], tuple[Tensor, ...]]]] = {
+_LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[WeightParts], tuple[Tensor, ...]]]] = {
     "qweight": (("qzeros", "scales", "g_idx"), _packed_by_columns),
     "weight_packed": (
         ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"),
@@ -386,5 +386,5 @@ def quantised_weights(path: Path, config: Mapping, tensors: Mapping[str, Tensor]
         others, read = _LAYOUTS[part]
         parts = {key: combined.pop(f"{module}.{key}") for key in (part, *others) if f"{module}.{key}" in combined}
         weight = f"{module}.weight"
-        combined |= {tensor.name: tensor for tensor in read(Stored(path, weight, config, parts))}
+        combined |= {tensor.name: tensor for tensor in read(WeightParts(path, weight, config, parts))}
     return combined, dict(dropped)
