@@ -78,5 +78,4 @@ def embed(codec_name: str, vocab: int, hidden: int, T: int, *, isa: Isa) -> Kern
         reference=reference,
         flops=T * hidden,
         nbytes=T * shape[1] * shape[2] + result.nbytes,
-        fenced=isa.canonical,
     )

@@ -33,7 +33,6 @@ class Kernel:
         the position of the call's first token in the sequence.
     in_place: maps the name of a result to the name of the operand that this result overwrites.
     matmul: a `Matmul` if `castiron tune` can tune the tile sizes of this kernel, otherwise None.
-    fenced: whether to keep compilers from fusing a multiplication and an addition into an fma.
     """
 
     name: str
@@ -46,7 +45,6 @@ class Kernel:
     nbytes: Work = 0
     in_place: Mapping[str, str] = field(default_factory=dict)
     matmul: Any = None
-    fenced: bool = False
 
     @property
     def tensors(self) -> dict[str, TensorType]:
@@ -71,7 +69,7 @@ class Kernel:
     @cached_property
     def text(self) -> str:
         """Return the MLIR of the executable, which exports the function `@{name}_fn`."""
-        name, body, arguments = self.name, Body(self.fenced), dict[str, Ssa]()
+        name, body, arguments = self.name, Body(), dict[str, Ssa]()
         tensors = self.tensors | {name: t for name, t in self.results.items() if name not in self.in_place}
         for i, (given, t) in enumerate(tensors.items()):
             memref = Ssa(f"%m{i}", memref_type(t.shape, t.dtype.name))

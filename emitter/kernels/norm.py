@@ -45,9 +45,9 @@ def norm(kind: str, T: int, hidden: int, eps: float, *, isa: Isa, length: bool =
         read = lambda d, width: b.vload(x, width, t, d)
         element = read
         if centred:
-            mean = b.divf(row_sum(b, hidden, isa.lanes, read), b.f32(hidden))
+            mean = b.divf(row_sum(b, hidden, read), b.f32(hidden))
             element = lambda d, width: b.subf(read(d, width), b.broadcast(mean, width))
-        scale = b.broadcast(inverse_rms(b, element, hidden, eps, isa.lanes), width)
+        scale = b.broadcast(inverse_rms(b, element, hidden, eps), width)
         with b.loop(0, hidden, width) as d:
             value = b.mulf(b.mulf(element(d.index, width), scale), b.vload(weight, width, d.index))
             b.vstore(value if added is None else b.addf(value, b.vload(added, width, d.index)), y, t, d.index)
@@ -78,5 +78,4 @@ def norm(kind: str, T: int, hidden: int, eps: float, *, isa: Isa, length: bool =
         reference=reference,
         flops=(4 + 4 * bias) * T * hidden,
         nbytes=4 * hidden * (2 * T + 1 + bias),
-        fenced=isa.canonical,
     )

@@ -7,7 +7,6 @@ StableHLO only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from castiron.emitter.abi import LOWERINGS, NUMERICS
 from castiron.emitter.graph.ir import Module
@@ -15,7 +14,6 @@ from castiron.emitter.graph.stablehlo import LOWERED
 from castiron.emitter.graph.types import EmitError
 from castiron.emitter.graph.verifier import check
 from castiron.emitter.kernels.gpu.matvec import MAX_TOKENS
-from castiron.emitter.kernels.kernel import Kernel
 from castiron.emitter.kernels.matmul.selection import kernel_of
 from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
@@ -63,15 +61,8 @@ def lower(
     if numerics != "exact" and lowering != "kernels":
         raise EmitError(f"lowering {lowering!r} does not support numerics {numerics!r}; use --lowering kernels")
     check(module, LAYERS)
-    unit = ISAS[isa].in_canonical_form if numerics == "canonical" else ISAS[isa]
-    is_fast = numerics in ("fast", "draft")
-    # Sums of integers are exact, so their kernels use the CPU's own vectors and instructions.
-    of_integers = replace(ISAS[isa], name=unit.name, canonical=unit.canonical)
-
-    def kernel(matmul: Matmul) -> Kernel:
-        return kernel_of(matmul, of_integers if matmul.digits else unit, threads, tiles(matmul))
-
-    project = Projector(kernel, unit, is_fast, numerics == "draft")
+    cpu = ISAS[isa]
+    project = Projector(lambda matmul: kernel_of(matmul, cpu, threads, tiles(matmul)), cpu, numerics)
     lowered = Module(module.name)
     for function in module.functions.values():
         if lowering == "portable":
@@ -80,8 +71,8 @@ def lower(
             rewrite(fuse(function, gpu.NORM_LIMIT, MAX_TOKENS, gpu=True), gpu.rules(), lowered)
             lowered.functions[function.name] = fuse_kernels(lowered.functions[function.name])
         else:
-            rewrite(fuse(function, NORM_LIMIT), kernels.Context(unit, threads, project).rules(), lowered)
-    if numerics == "canonical":
-        lowered = canonical(lowered)
+            rewrite(fuse(function, NORM_LIMIT), kernels.Context(cpu, threads, project).rules(), lowered)
+    if lowering == "kernels":
+        lowered = canonical(lowered, numerics)
     check(lowered, LOWERED)
     return lowered

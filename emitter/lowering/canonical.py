@@ -1,6 +1,6 @@
 """Rewrite operations outside kernels so that every compiler gives the same bits.
 
-This is a part of `--numerics canonical`. Compilers may change results in two ways:
+Compilers may change results in two ways:
 
 - They fuse a multiplication and an addition into an fma. To prevent this, each multiplication is
   followed by a minimum and a maximum, which leave finite numbers unchanged.
@@ -63,16 +63,18 @@ def dot_general(op: Op, *operands: Value) -> Value:
     )
 
 
-RULES: Mapping[str, Rule] = {"multiply": multiply, "reduce": reduce, "dot_general": dot_general}
+RULES: Mapping[str, Rule] = {"multiply": multiply, "reduce": reduce}
 
 
-def canonical(module: Module) -> Module:
-    """Return a copy of a lowered module whose results have the same bits with every compiler.
+def canonical(module: Module, numerics: str) -> Module:
+    """Return a copy of a lowered module whose operations outside kernels give the same bits everywhere.
 
-    Raises EmitError if a matmul was not lowered to a kernel.
+    A matmul that was not lowered to a kernel stays as it is; with numerics "canonical", it raises
+    EmitError.
     """
-    found = Module(module.name)
-    found.params = module.params
+    rules = RULES if numerics != "canonical" else {**RULES, "dot_general": dot_general}
+    copied = Module(module.name)
+    copied.params = module.params
     for function in module.functions.values():
-        rewrite(function, RULES, found)
-    return found
+        rewrite(function, rules, copied)
+    return copied

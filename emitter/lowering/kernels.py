@@ -160,9 +160,6 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
     chunk = {"start": start, "length": rest[0] if rest else ops.constant(tokens, I32, ())}
     kernel = rope_append(caches, tokens, layout, isa=c.isa)
     appended = kernel_call(kernel, qkv=qkv, **given, **chunk, **updated)
-    if c.isa.canonical and not scores.bidirectional:
-        updated |= {name: appended[name] for name in ("k_cache", "v_cache")}
-        return token_by_token(DecodeTokens("chunk", tokens), **chunk)
     kernel = attention_prefill(caches, tokens, layout, scores, isa=c.isa, threads=c.threads)
     out = kernel_call(kernel, **chunk, **sinks, **appended, layer=attrs["layer"])["out"]
     return out, appended["k_cache"], appended["v_cache"]

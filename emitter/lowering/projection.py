@@ -79,18 +79,16 @@ class Projection:
 class Projector:
     """A callable that appends the CPU kernel call of a `Projection` and returns its result.
 
-    fast, draft: whether x of several tokens, or of one, may be rounded to int8 or bf16.
     rounded: from (x, name of the kernel that rounds x) to the rounded copy, which matmuls share.
     """
 
     kernel_of: Callable[[Matmul], Kernel]
     isa: Isa
-    fast: bool = False
-    draft: bool = False
+    numerics: str = "exact"
     rounded: dict[tuple[Value, str], Mapping[str, Value]] = field(default_factory=dict)
 
     def __call__(self, p: Projection) -> Value:
-        matmul = replace(p.matmul, numerics=numerics_of(p.matmul, self.isa, self.fast, self.draft))
+        matmul = replace(p.matmul, numerics=numerics_of(p.matmul, self.isa, self.numerics))
         operands = p.operands(packed_param(p.weights, p.glu is not None, p.experts or 1))
         return kernel_call(self.kernel_of(matmul), **self._x(p.x, matmul), **operands)["y"]
 

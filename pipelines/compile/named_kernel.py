@@ -78,13 +78,8 @@ class Kind:
 def _matmul(name: str, asked: KernelRequest) -> Kernel:
     *experts, out, inner = asked.sizes
     matmul, isa = Matmul(asked.codec, asked.tokens, out, inner, experts=experts[0] if experts else 0), ISAS[asked.isa]
-    draft = asked.numerics == "draft"
-    fast = asked.numerics == "fast" or draft
-    if asked.numerics == "canonical":
-        isa = isa.in_canonical_form
-    matmul = replace(matmul, numerics=numerics_of(matmul, isa, fast, draft))
-    if asked.numerics == "canonical" and matmul.digits:
-        isa = replace(ISAS[asked.isa], name=isa.name, canonical=True)
+    fast = asked.numerics in ("fast", "draft")
+    matmul = replace(matmul, numerics=numerics_of(matmul, isa, asked.numerics))
     if fast and matmul.numerics not in FAST:
         case = f"{matmul.tokens} tokens, {matmul.experts} experts and {matmul.codec}"
         raise ValueError(f"--numerics {asked.numerics} has no kernel on {isa.name} for {case}; remove --numerics")

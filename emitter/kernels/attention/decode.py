@@ -1,20 +1,19 @@
 """Compute attention of one new token: rotary embedding, cache append and softmax in one dispatch.
 
 In a short context, a workgroup computes attention to all positions, for the query heads of one kv
-head. In a long context, it does so for several kv heads, but to a part of the positions only: all
-threads then read equal parts of the cache in memory order.
+head. In a long context, it does so for several kv heads, but to some chunks of positions only: all
+threads then read parts of the cache in memory order.
 
     each workgroup:
       q [query heads, head_dim] = scale * rope(norm(q))                                                  stack
-      short context, or first part of a long context:
-        append rope(norm(k)) and v of the token to the caches, and start the softmax with them          memory
-      for tile of positions before the token: update the softmax                  as in `attention.workgroup`
-      short context: out [query heads, head_dim] = weighted sum of values / sum of weights              memory
-      long context: store the weighted sum of values and the sum of weights in `parts`                  memory
-        the workgroup that finishes last combines the sums of all workgroups and stores out             memory
+      if it has the token's own position: append rope(norm(k)) and v to the caches                      memory
+      for chunk of positions:
+        values, maximum, sum of weights of each query head                          as in `attention.workgroup`
+        store them in `parts`                                                                           memory
+      short context: out [query heads, head_dim] = join the chunks                                      memory
+      long context: the workgroup that finishes last joins the chunks of all workgroups
 
-The token's own key and value come from qkv, so no workgroup reads a cache row that this dispatch
-writes.
+No workgroup reads a cache row that another workgroup writes.
 
 One dispatch can also compute a batch: one token of each of several sequences. The results then have
 the same bits as with one dispatch for each sequence.
@@ -29,16 +28,16 @@ import numpy as np
 from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
 from castiron.emitter.kernels.attention.rows import Caches
-from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend, by_position
-from castiron.emitter.kernels.attention.workgroup import TILE, Shape, Token, Workgroup
+from castiron.emitter.kernels.attention.scores import CHUNK, NEVER, Scores, attend, by_position, merge
+from castiron.emitter.kernels.attention.workgroup import Shape, Token, Workgroup
 from castiron.emitter.kernels.kernel import INDEX, Kernel
-from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa, Type, vector_type
+from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa, Type
 from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.emitter.kernels.mlir.vector_math import exp, lane_max, lane_sums
+from castiron.emitter.kernels.mlir.vector_math import LOG2_E
 from castiron.emitter.layers.kv_cache import Cache
 
-SPLIT_BYTES = 128 * 1024  # bytes of keys and values; longer contexts are split by position
-UNIT = 32  # the positions of a part are a multiple of this: smaller parts repeat work on queries, larger parts are unequal
+# Contexts of more positions are divided among workgroups; chunks of one kv head always are. Fewer chunks are too unequal.
+SPLIT_FROM = 3 * CHUNK
 
 
 @dataclass(frozen=True)
@@ -134,32 +133,28 @@ def attention_decode(
     *,
     isa: Isa,
     splits: int = 8,
-    split_from: int | None = None,
 ) -> Kernel:
     """Return the kernel that computes attention for one token in each row of qkv.
 
     The kernel normalises and rotates q and k, appends k and v to the caches, and computes
-    attention. If `tokens` is a chunk of a prompt, k and v must already be in the caches, and the
-    kernel does not append them.
+    attention. `tokens` must not be a chunk.
 
     Operands, with T = tokens.count:
         qkv: f32 [T, layout.row], rows of the fused projection
         cos, sin, q_norm, k_norm: as in `HeadLayout.operands`
         sinks: f32 [heads], extra scores of the softmax, if `scores.sinks`
-        position: i32, or i32 [T] for a batch; a chunk has start i32 and length i32 instead
+        position: i32, or i32 [T] for a batch
         k_cache, v_cache: the caches of all layers
         counters: i32 [T * groups], shared by all layers; a group is the kv heads that one workgroup
             computes in a long context
         layer: index of the layer
     Results:
         out: f32 [T, heads * head_dim]
-        k_cache, v_cache: updated in place; a chunk does not have these results
-        counters: updated in place
-        parts: scratch memory for partial results
+        k_cache, v_cache, counters: updated in place
+        parts: scratch memory for the sums of chunks
 
-    A context of more than `split_from` positions (None: a default) is divided among at most
-    `splits` workgroups; `splits` must be a power of two. The counters count the workgroups that
-    have finished, so that the last one combines the results. They must be zero before the first
+    A long context is divided among at most `splits` workgroups. The counters count the workgroups
+    that have finished, so that the last one joins the chunks. They must be zero before the first
     call, and are zero after each call.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
@@ -168,14 +163,15 @@ def attention_decode(
     rows = tokens.count
     shape = _shape(layout, isa, cache)
     per = shape.per
-    split_from = split_from or max(2 * TILE, SPLIT_BYTES // (2 * per * row_bytes))
+    split_from = CHUNK if kv_heads == 1 else SPLIT_FROM
+    chunks = -(-context // CHUNK) if window is None else min(-(-context // CHUNK), (window + CHUNK - 2) // CHUNK + 1)
     groups = kv_heads // per
     slots = max(per, splits)
     units = groups * slots
 
     cached = caches.types(kv_heads, hd)
     counters = {"counters": TensorType((rows * groups,), I32)}
-    updated = counters if tokens.in_cache else {**cached, **counters}
+    updated = {**cached, **counters}
     operands: dict[str, TensorType | str] = {
         "qkv": TensorType((rows, layout.row), F32),
         **layout.operands(context),
@@ -185,8 +181,8 @@ def attention_decode(
         **counters,
         "layer": INDEX,
     }
-    out_type, parts_type = TensorType((rows, heads * hd), F32), TensorType((rows * heads * splits * (hd + 2),), F32)
-    name = f"attention_decode_{caches.layers}x{context}_{layout.suffix}_{scores.suffix}_{isa.name}_t{TILE}_p{splits}"
+    out_type, parts_type = TensorType((rows, heads * hd), F32), TensorType((rows * heads * chunks * (hd + 2),), F32)
+    name = f"attention_decode_{caches.layers}x{context}_{layout.suffix}_{scores.suffix}_{isa.name}_p{splits}"
 
     def write(b: Body, layer: Ssa, **given: Ssa) -> None:
         row, unit = tokens.item(b, units)
@@ -201,38 +197,46 @@ def attention_decode(
 
     def sequence(b: Body, token: Token, unit: Index) -> None:
         # The code of one workgroup. unit: index of the workgroup among those of this token.
-        position, counters, out = token.position, token.given["counters"], token.given["out"]
+        end, counters = b.add(token.position, 1), token.given["counters"]
         work = Workgroup(b, layout, isa, shape, scores, caches)
-        low = 0 if window is None else b.max(b.sub(position, window - 1), 0)
+        parts = _Parts(b, token, rows, heads, chunks, hd, work.width)
+        low = 0 if window is None else b.max(b.sub(end, window), 0)
+        first_chunk = b.div(low, CHUNK)
+        count = b.sub(b.ceildiv(end, CHUNK), first_chunk)
         group, slot = b.div(unit, slots), b.rem(unit, slots)
         base = b.mul(group, per)
-        seen = b.sub(position, low)
-        share = b.mul(b.ceildiv(seen, splits * UNIT), UNIT)
-        start = b.add(low, b.mul(slot, share))
-        split = b.less(split_from, seen)
-        has_head = b.both(b.negate(split), b.less(slot, per))
-        has_part = b.both(split, b.less(start, position))
-        with b.when(b.either(has_head, has_part)):
-            first = b.select(split, base, b.add(base, slot))
-            work.begin(token, first, b.select(split, b.add(base, per), b.add(first, 1)))
-            with b.when(b.either(has_head, b.equal(slot, 0))):
-                work.own(appended=tokens.in_cache)
-            with b.when(has_head):
-                work.attend(low, position, ahead=False)
-                work.finish(out)
-            with b.when(has_part):
-                # Set the same range of heads again, so that the compiler knows its constant length.
-                work.first, work.end = base, b.add(base, per)
-                work.attend(start, b.min(b.add(start, share), position), ahead=True)
-                parts = _Parts(b, token.given["parts"], (rows, token.row), heads, splits, hd)
-                parts.put(work, slot)
-                count = b.ceildiv(seen, share)
-                counter = b.add(b.mul(token.row, groups), group)
-                before = b.atomic_add(b.constant("1", Type("i32")), counters, counter)
-                with b.when(b.equal(b.to_index(before), b.sub(count, 1))):
-                    b.store(b.constant("0", Type("i32")), counters, counter)
-                    with b.loop(b.mul(base, layout.group), b.mul(b.add(base, per), layout.group)) as head:
-                        parts.join(head.index, count, out, work.width)
+        is_split = b.less(split_from, b.sub(end, low))
+        # Chunks of this workgroup: `share` of them from number `start` on, or in a short context all.
+        share = b.ceildiv(count, splits)
+        start = b.mul(slot, share)
+        has_head = b.both(b.negate(is_split), b.less(slot, per))
+        has_part = b.both(is_split, b.less(start, count))
+
+        def attend(start: Index, stop: Index, ahead: bool) -> None:
+            with b.when(b.equal(stop, count)):
+                work.append()
+            with b.loop(start, stop) as chunk:
+                at = b.mul(b.add(first_chunk, chunk.index), CHUNK)
+                work.attend(b.max(at, low), b.min(b.add(at, CHUNK), end), ahead)
+                parts.put(work, chunk.index)
+
+        def join(first: Index, stop: Index) -> None:
+            with b.loop(b.mul(first, layout.group), b.mul(stop, layout.group)) as head:
+                parts.join(head.index, count)
+
+        with b.when(has_head):
+            first = b.add(base, slot)
+            work.begin(token, first, b.add(first, 1))
+            attend(0, count, ahead=False)
+            join(first, b.add(first, 1))
+        with b.when(has_part):
+            work.begin(token, base, b.add(base, per))
+            attend(start, b.min(b.add(start, share), count), ahead=True)
+            counter = b.add(b.mul(token.row, groups), group)
+            before = b.atomic_add(b.constant("1", Type("i32")), counters, counter)
+            with b.when(b.equal(b.to_index(before), b.sub(b.ceildiv(count, share), 1))):
+                b.store(b.constant("0", Type("i32")), counters, counter)
+                join(base, b.add(base, per))
 
     def reference(layer: int, **given: np.ndarray) -> dict[str, np.ndarray]:
         k_cache, v_cache = given["k_cache"].copy(), given["v_cache"].copy()
@@ -240,7 +244,7 @@ def attention_decode(
         for sequence, first, positions in tokens.runs(given):
             own, at = slice(first, first + len(positions)), sequence * (caches.layers // rows) + layer
             q, k, v = prepared_heads(layout, given["qkv"][own], positions, given)
-            for stored, new in () if tokens.in_cache else ((k_cache, k), (v_cache, v)):
+            for stored, new in (k_cache, k), (v_cache, v):
                 stored[at, positions % caches.positions] = cache.stored(new)
             k, v = (cache.values(by_position(stored[at], positions[-1] + 1)) for stored in (k_cache, v_cache))
             out[own] = attend(q, k, v, positions, scores, given.get("sinks")).reshape(len(positions), -1)
@@ -251,7 +255,7 @@ def attention_decode(
         return min(position + 1, window or context)
 
     return Kernel(
-        f"{name}from{split_from}{tokens.suffix}{caches.suffix}",
+        f"{name}{tokens.suffix}{caches.suffix}",
         operands,
         {"out": out_type, **updated, "parts": parts_type},
         rows * units,
@@ -260,7 +264,6 @@ def attention_decode(
         reference=reference,
         flops=lambda position: rows * 4 * heads * hd * seen(position),
         nbytes=lambda position: rows * (2 * kv_heads * row_bytes * seen(position) + 4 * (layout.row + heads * hd)),
-        fenced=isa.canonical,
     )
 
 
@@ -292,60 +295,56 @@ def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
 
 
 class _Parts:
-    """Partial results of attention over a long context, which several workgroups compute together.
+    """The sums of the chunks of all query heads, in scratch memory.
 
-    Each workgroup computes a part of the positions. Its partial result for a query head has a
-    reference, which is close to the max score, and sums of weights w = exp(score - reference).
+    The memory has three arrays, one after the other:
+        [T, heads, chunks, head_dim]: sums of weight * value
+        [T, heads, chunks]: maxima of the scores
+        [T, heads, chunks]: sums of weights
 
-    scratch: memref of the partial results. It has three arrays, one after the other:
-        [T, heads, splits, head_dim]: sums of w * value
-        [T, heads, splits]: references
-        [T, heads, splits]: sums of w
-    rows: (T, row): the number of rows of qkv, and the row of the token.
-    splits: the max number of workgroups among which the positions are divided. hd: head_dim.
+    rows: number of rows of qkv. chunks: max number of chunks. hd: head_dim. width: elements of a vector.
     """
 
-    def __init__(self, b: Body, scratch: Ssa, rows: tuple[int, Index], heads: int, splits: int, hd: int):
-        self.b, self.scratch, self.splits, self.hd = b, scratch, splits, hd
-        count, self.row = rows
-        self.before = b.mul(self.row, heads)
-        self.references = count * heads * splits * hd
-        self.sums = self.references + count * heads * splits
-        self.weights = b.stack(splits)
+    def __init__(self, b: Body, token: Token, rows: int, heads: int, chunks: int, hd: int, width: int):
+        self.b, self.token, self.heads, self.chunks, self.hd, self.width = b, token, heads, chunks, hd, width
+        self.scratch = token.given["parts"]
+        self.maxima = rows * heads * chunks * hd
+        self.sums = self.maxima + rows * heads * chunks
 
-    def put(self, work: Workgroup, slot: Index) -> None:
+    def row(self, head: Index, chunk: Index) -> Index:
+        b = self.b
+        return b.add(b.mul(b.add(b.mul(self.token.row, self.heads), head), self.chunks), chunk)
+
+    def put(self, work: Workgroup, chunk: Index) -> None:
         b = self.b
         low = b.mul(work.first, work.group)
         with b.loop(low, b.mul(work.end, work.group)) as head:
-            g = b.sub(head.index, low)
-            row = b.add(b.mul(b.add(self.before, head.index), self.splits), slot)
-            b.store(b.load(work.references, g), self.scratch, b.add(row, self.references))
-            b.store(work.total(g), self.scratch, b.add(row, self.sums))
-            with b.loop(0, self.hd, work.width) as d:
-                value = b.vload(work.values, work.width, g, d.index)
+            g, row = b.sub(head.index, low), self.row(head.index, chunk)
+            b.store(b.load(work.maxima, g), self.scratch, b.add(row, self.maxima))
+            b.store(b.load(work.sums, g), self.scratch, b.add(row, self.sums))
+            with b.loop(0, self.hd, self.width) as d:
+                value = b.vload(work.values, self.width, g, d.index)
                 b.vstore(value, self.scratch, b.add(b.mul(row, self.hd), d.index))
 
-    def join(self, head: Ssa, count: Index, out: Ssa, width: int) -> None:
-        """Emit code that combines the partial results for query head `head`, and stores the result.
-
-        count: number of workgroups that have stored a partial result.
-        out: memref f32 [T, heads * head_dim] of the combined results.
-        width: number of elements of a vector.
-        """
-        b, splits = self.b, self.splits
-        row = b.mul(b.add(self.before, head), splits)
-        numbers = b.constant(f"dense<{list(range(splits))}>", vector_type(splits, "i32"))
-        real = b.compare("slt", numbers, b.broadcast(b.to_i32(count), splits))
-        references = b.vload(self.scratch, splits, b.add(row, self.references))
-        references = b.select(real, references, b.splat(NEVER, splits))
-        top = b.broadcast(lane_max(b, references), splits)
-        weights = exp(b, b.subf(references, top))
-        sums = b.select(real, b.vload(self.scratch, splits, b.add(row, self.sums)), b.splat(0.0, splits))
-        total = lane_sums(b, [b.mulf(weights, sums)])
-        b.vstore(b.divf(weights, b.broadcast(b.extract(total, 0), splits)), self.weights, 0)
+    def join(self, head: Ssa, count: Index) -> None:
+        """Emit code that merges chunks 0 .. count - 1 of query head `head`, and stores its result."""
+        b, width, out, sinks = self.b, self.width, self.token.given["out"], self.token.given.get("sinks")
+        at = lambda d: (self.token.row, b.add(b.mul(head, self.hd), d))
+        zero = b.splat(0.0, width)
         with b.loop(0, self.hd, width) as d:
-            with b.loop(0, count, carry=[b.splat(0.0, width)]) as s:
-                value = b.vload(self.scratch, width, b.add(b.mul(b.add(row, s.index), self.hd), d.index))
-                weight = b.broadcast(b.load(self.weights, s.index), width)
-                s.give(b.fma(weight, value, s.values[0]))
-            b.vstore(s.results[0], out, self.row, b.add(b.mul(head, self.hd), d.index))
+            b.vstore(zero, out, *at(d.index))
+        top, total = b.f32(NEVER), b.f32(0.0)
+        if sinks is not None:
+            top, total = b.mulf(b.load(sinks, head), b.f32(LOG2_E)), b.f32(1.0)
+        top, total = (b.broadcast(x, width) for x in (top, total))
+        with b.loop(0, count, carry=[top, total]) as chunk:
+            row = self.row(head, chunk.index)
+            maximum, added = (b.broadcast(b.load(self.scratch, b.add(row, n)), width) for n in (self.maxima, self.sums))
+            top, factors = merge(b, chunk.values[0], maximum)
+            with b.loop(0, self.hd, width) as d:
+                value = b.vload(self.scratch, width, b.add(b.mul(row, self.hd), d.index))
+                b.vstore(factors(b.vload(out, width, *at(d.index)), value), out, *at(d.index))
+            chunk.give(top, factors(chunk.values[1], added))
+        inverse = b.divf(b.splat(1.0, width), chunk.results[1])
+        with b.loop(0, self.hd, width) as d:
+            b.vstore(b.mulf(b.vload(out, width, *at(d.index)), inverse), out, *at(d.index))

@@ -135,7 +135,7 @@ def prepare_head(
         if layout.qk_norm_row:
             start, heads = (0, layout.heads) if kind == "q" else (layout.keys, layout.kv_heads)
             normed, count = Span(source.buffer, source.lead, start), heads * hd
-        inverse = inverse_rms(b, lambda d, width: normed.load(b, d, width), count, layout.qk_norm, lanes)
+        inverse = inverse_rms(b, lambda d, width: normed.load(b, d, width), count, layout.qk_norm)
     weight_offset = b.mul(head, hd) if layout.qk_norm_row else 0
 
     def read(d: int, width: int) -> Ssa:

@@ -1,23 +1,30 @@
 """Compute attention of a chunk of tokens, causal or bidirectional, in tiles in registers.
 
-This is the online softmax of flash attention (Dao et al. 2022). A workgroup computes a few tiles,
-one after the other. The columns of a tile are (token, query head) pairs; all these query heads use
-the same kv head. Each pair is in one lane of a vector, so the softmax needs no sums across lanes:
+A workgroup computes a few tiles, one after the other. The columns of a tile are (token, query head)
+pairs; all these query heads use the same kv head. Each pair is in one lane of a vector, so the
+softmax needs no sums across lanes:
 
     for tile:
-      q^T [head_dim, columns] = scale * log2(e) * q                                                stack
-      maxima [columns] = -inf; sums [columns], out [columns, head_dim] = 0
-      for block of `keys` keys, up to the last that the tile attends to:
-        scores [keys, columns] = k_cache[layer, keys, kv head] @ q^T, soft-capped and masked       stack
-        raise maxima to the new scores; scale sums and out down
-        scores = 2^(scores - maxima); sums += scores over the keys
-        out += scores^T @ v_cache[layer, keys, kv head]                                            memory
-      out = out / sums; zeros in the rows of padding
+      q^T [head_dim, columns] = scale * q                                                          stack
+      top maxima, top sums [columns]; merged [columns, head_dim] = 0                               stack, memory
+      for chunk of keys, up to the last that the tile attends to:
+        maxima [columns] = -inf; sums [columns], out [columns, head_dim] = 0
+        for block of `KEYS` keys:
+          scores [keys, columns] = k_cache[layer, keys, kv head] @ q^T, soft-capped and masked     stack
+          raise maxima to the new scores; scale sums and out down
+          scores = 2^(scores - maxima); sums += scores over the keys
+          out += scores^T @ v_cache[layer, keys, kv head]                                          memory
+        merge maxima, sums and out into top maxima, top sums and merged
+      out = merged / top sums; zeros in the rows of padding
 
 Each of the two matmuls computes one part of its result at a time, with the sums in registers. A
 part of the scores is `rows` keys x `columns` pairs. A part of out is `out_columns` pairs x
 `out_vectors` vectors. An f32 cache is read in place. The keys of other caches are converted to f32
-on the stack, `depth` elements of each key at a time.
+on the stack.
+
+A score is the sum that `attention_decode` computes, in the same order: it adds the products of
+elements of head_dim in vectors of `SUM_LANES`, and then halves of a vector. So there are as
+many partial sums as lanes; `_Tile.dots` computes them one after the other.
 
 Tiles of later tokens attend to more keys. They are computed first, and each workgroup gets long and
 short tiles, so that all threads finish at about the same time.
@@ -31,16 +38,14 @@ import numpy as np
 from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.rows import Caches, Rows
-from castiron.emitter.kernels.attention.scores import NEVER, Scores, attend, by_position
+from castiron.emitter.kernels.attention.scores import CHUNK, KEYS, NEVER, Scores, attend, by_position, merge
 from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import PARTS, STACK_BYTES, Body, Index, Ssa, batches, largest_width
-from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.isa import SUM_LANES, Isa
 from castiron.emitter.kernels.mlir.vector_math import LOG2_E, exp2, outer, transpose
 from castiron.emitter.layers.kv_cache import EXACT, Cache
 
-KEYS = 48  # keys of a block; a multiple of every number in ROWS
-ROWS = (1, 2, 3, 4, 6, 8, 12)  # possible numbers of keys that are scored together
-DEPTH = 64  # max elements of a key that are converted to f32 at a time
+ROWS = (1, 2, 3, 4, 6)  # possible numbers of keys that are scored together; `KEYS` is a multiple of each
 
 
 @cache
@@ -57,7 +62,9 @@ def attention_prefill(caches: Caches, T: int, layout: HeadLayout, scores: Scores
         sinks: f32 [heads], extra scores of the softmax, if `scores.sinks`
         k_cache, v_cache: the caches of all layers
         layer: index of the layer
-    Result: out f32 [T, heads * head_dim]; rows from `length` on are zero.
+    Results:
+        out: f32 [T, heads * head_dim]; rows from `length` on are zero
+        merged: scratch memory
     """
     heads, kv_heads, hd, group, window = layout.heads, layout.kv_heads, layout.head_dim, layout.group, scores.window
     context, cache = caches.context, caches.format
@@ -70,10 +77,11 @@ def attention_prefill(caches: Caches, T: int, layout: HeadLayout, scores: Scores
     workgroups = min(items, PARTS * threads)
 
     def write(
-        b: Body, q: Ssa, start: Ssa, length: Ssa, k_cache: Ssa, v_cache: Ssa, layer: Ssa, out: Ssa, sinks: Ssa | None = None
+        b: Body, q: Ssa, start: Ssa, length: Ssa, k_cache: Ssa, v_cache: Ssa, layer: Ssa, out: Ssa, merged: Ssa,
+        sinks: Ssa | None = None,
     ) -> None:
         keys, values = (Rows(b, buffer, caches, hd, shape.out_width) for buffer in (k_cache, v_cache))
-        work = _Tile(b, shape, group, scores, layer, keys, values)
+        work = _Tile(b, shape, group, scores, layer, keys, values, out, merged)
         chunk = b.to_index(b.load(start)), b.to_index(b.load(length))
         workgroup = b.workgroup()
         with b.loop(0, -(-items // workgroups)) as turn:
@@ -83,27 +91,30 @@ def attention_prefill(caches: Caches, T: int, layout: HeadLayout, scores: Scores
             odd = b.equal(b.rem(turn.index, 2), 1)
             item = b.add(low, b.select(odd, b.sub(b.sub(count, 1), workgroup), workgroup))
             with b.when(b.less(workgroup, count)):
-                attend_item(work, item, *chunk, q, out, sinks)
+                attend_item(work, item, *chunk, q, sinks)
 
-    def attend_item(work: _Tile, item: Index, first: Index, real: Index, q: Ssa, out: Ssa, sinks: Ssa | None) -> None:
+    def attend_item(work: _Tile, item: Index, first: Index, real: Index, q: Ssa, sinks: Ssa | None) -> None:
         b = work.b
         # The last tokens attend to the most keys, so their tiles come first: no thread then ends with a long tile.
         tile = b.sub(items // kv_heads - 1, b.div(item, kv_heads))
-        work.begin(b.mul(tile, shape.columns), b.rem(item, kv_heads), q, out, first, real, sinks)
+        work.begin(b.mul(tile, shape.columns), b.rem(item, kv_heads), q, first, real, sinks)
         last_token = b.div(b.add(work.column, shape.columns - 1), group)
         ahead = 1 if not scores.bidirectional else T if window is None else window
         end = b.add(first, b.min(b.add(last_token, ahead), real))
         low: Index = 0
         if window is not None:
             low = b.max(b.sub(b.add(first, work.token), window - 1), 0)
-            if isa.canonical:
-                # Round down, so that all tiles have the same blocks of keys.
-                low = b.mul(b.div(low, KEYS), KEYS)
         # A tile with only padding attends to no keys.
         end = b.select(b.less(work.token, real), end, low)
-        with b.loop(low, end, KEYS) as block:
-            work.block(block.index, end, out)
-        work.finish(out, real)
+        with b.loop(b.div(low, CHUNK), b.ceildiv(end, CHUNK)) as chunk:
+            at = b.mul(chunk.index, CHUNK)
+            stop = b.min(b.add(at, CHUNK), end)
+            work.begin_chunk()
+            # All tiles have the same blocks of keys.
+            with b.loop(b.max(at, b.mul(b.div(low, KEYS), KEYS)), stop, KEYS) as block:
+                work.block(block.index, stop)
+            work.merge()
+        work.finish(real)
 
     def reference(layer: int, **given: np.ndarray) -> dict[str, np.ndarray]:
         length = int(given["length"])
@@ -113,7 +124,7 @@ def attention_prefill(caches: Caches, T: int, layout: HeadLayout, scores: Scores
         k, v = (cache.values(by_position(given[name][layer], int(given["start"]) + length)) for name in read)
         seen = attend(queries, k, v, positions, scores, given.get("sinks"))
         out[:length] = seen.reshape(-1, heads * hd)
-        return {"out": out}
+        return {"out": out, "merged": np.zeros_like(out)}
 
     def pairs(start: int) -> int:
         ahead = lambda t: min(T - 1 - t, (window or T) - 1) if scores.bidirectional else 0
@@ -122,13 +133,12 @@ def attention_prefill(caches: Caches, T: int, layout: HeadLayout, scores: Scores
     return Kernel(
         f"{name}_g{workgroups}{caches.suffix}",
         {**chunk, **read, "layer": INDEX},
-        {"out": rows},
+        {"out": rows, "merged": rows},
         workgroups,
         write,
         reference=reference,
         flops=lambda start: 4 * heads * hd * pairs(start),
         nbytes=lambda start: 8 * T * heads * hd + 2 * kv_heads * cache.row_bytes(hd) * min(start + T, T + (window or context)),
-        fenced=isa.canonical,
     )
 
 
@@ -148,22 +158,22 @@ class _Shape:
         accumulators = isa.registers * 3 // 4
         self.hd = hd
         self.width = largest_width(isa.lanes, columns)
-        stack = STACK_BYTES - (0 if cache is EXACT else 4 * ROWS[-1] * DEPTH)
-        while self.width > 1 and self.width * 4 * (hd + KEYS + 6) > stack:
+        self.leaves = largest_width(SUM_LANES, hd)  # partial sums of a score
+        self.converts = cache is not EXACT
+        stack = STACK_BYTES - 4 * ROWS[-1] * hd * self.converts
+        per_column = 4 * (hd + KEYS + 8 + max(1, self.leaves // 4) * ROWS[-1])
+        while self.width > 1 and self.width * per_column > stack:
             self.width //= 2
         # Three vectors by four keys need the fewest loads per fma with 16 registers.
         wanted = (3, 2, 1) if isa.registers == 16 else (4, 3, 2, 1)
         sizes = [n * self.width for n in wanted]
-        self.columns = next((n for n in sizes if columns % n == 0 and n * 4 * (hd + KEYS + 6) <= stack), self.width)
+        self.columns = next((n for n in sizes if columns % n == 0 and n * per_column <= stack), self.width)
         self.vectors = self.columns // self.width
-        self.rows = max(n for n in ROWS if n * self.vectors <= accumulators)
+        # Half of the accumulators have the partial sums before.
+        self.rows = max(n for n in ROWS if n == 1 or n * self.vectors <= accumulators // 2)
         self.square = largest_width(self.width, hd)  # side of the blocks in which queries are transposed
         self.out_width = largest_width(isa.lanes, hd)
         chunks = hd // self.out_width
-        self.unroll = largest_width(4, hd)
-        step = max(self.out_width, self.unroll)
-        # Elements of a key that are converted to f32 at a time; 0 if the cache is f32.
-        self.depth = 0 if cache is EXACT else max(n for n in range(step, DEPTH + 1, step) if hd % n == 0)
         shapes = [
             (c, n)
             for n in range(1, min(chunks, 8) + 1)
@@ -182,37 +192,37 @@ class _Tile:
 
     The tile has `shape.columns` pairs, each in a column of its own. All its query heads use the
     same kv head. For each column, the code stores on the stack:
-    - in `maxima` and `sums`, the maximum and the sum of the online softmax
+    - in `maxima` and `sums`, the maximum and the sum of the online softmax of a chunk; in `top` and
+      `top_sums`, those of the chunks before
     - in `limits`, the position of the token, or of the last real token if the token is padding
     - in `tokens` and `offsets`, the row of `out` that has the result of the column, and the index
       in this row where the result begins
 
     group: number of query heads that use one kv head. keys, values: access to the caches.
+    out, merged: memrefs of the kernel's results.
     """
 
-    def __init__(self, b: Body, shape: _Shape, group: int, how: Scores, layer: Ssa, keys: Rows, values: Rows):
+    def __init__(
+        self, b: Body, shape: _Shape, group: int, how: Scores, layer: Ssa, keys: Rows, values: Rows, out: Ssa, merged: Ssa
+    ):
         self.b, self.shape, self.group, self.how = b, shape, group, how
-        self.layer, self.cached_keys, self.cached_values = layer, keys, values
-        # Scores are scaled for exp2, unless a soft cap comes first.
-        self.scale = how.scale * (LOG2_E if how.softcap is None else 1.0)
+        self.layer, self.cached_keys, self.cached_values, self.out, self.merged = layer, keys, values, out, merged
         self.q = b.stack(shape.hd, shape.columns)
         self.scores = b.stack(KEYS, shape.columns)
-        self.maxima, self.sums, self.rescale = (b.stack(shape.columns) for _ in range(3))
+        self.maxima, self.sums, self.rescale, self.top, self.top_sums = (b.stack(shape.columns) for _ in range(5))
         self.limits, self.tokens, self.offsets = (b.stack(shape.columns, element="i32") for _ in range(3))
         self.lanes = range(0, shape.columns, shape.width)
-        if shape.depth:
-            self.keys = b.stack(shape.rows, shape.depth)
+        self.parts = b.stack(max(1, shape.leaves // 4), shape.rows, shape.columns)
+        if shape.converts:
+            self.keys = b.stack(shape.rows, shape.hd)
 
-    def begin(self, column: Index, head: Index, q: Ssa, out: Ssa, start: Index, real: Index, sinks: Ssa | None) -> None:
-        """Emit code that starts a tile: it stores the queries on the stack and resets the softmax.
-
-        The queries are scaled and transposed. The code also sets the tile's result in `out` to
-        zero.
+    def begin(self, column: Index, head: Index, q: Ssa, start: Index, real: Index, sinks: Ssa | None) -> None:
+        """Emit code that starts a tile: it stores the queries on the stack, scaled and transposed.
 
         column: number of the tile's first (token, query head) pair, where the pairs of a kv head
             are numbered token by token.
         head: index of the kv head.
-        q, out, sinks: memrefs of the kernel's operands and result.
+        q, sinks: memrefs of the kernel's operands.
         start: position of the first token of the chunk.
         real: number of tokens that are not padding.
         """
@@ -225,35 +235,66 @@ class _Tile:
             head = b.add(b.mul(self.head, self.group), b.rem(pair, self.group))
             offset = b.mul(head, shape.hd)
             if sinks is not None:
-                b.store(b.mulf(b.load(sinks, head), b.f32(LOG2_E)), self.maxima, c.index)
+                b.store(b.mulf(b.load(sinks, head), b.f32(LOG2_E)), self.top, c.index)
             b.store(b.to_i32(token), self.tokens, c.index)
             b.store(b.to_i32(offset), self.offsets, c.index)
             b.store(b.to_i32(b.min(b.add(start, token), last)), self.limits, c.index)
-            with b.loop(0, shape.hd, shape.out_width) as d:
-                b.vstore(b.splat(0.0, shape.out_width), out, token, b.add(offset, d.index))
+            self._clear(self.merged, token, offset)
         side = shape.square
         with b.loop(0, shape.columns, side) as c:
             targets = [self.target(b.add(c.index, i)) for i in range(side)]
             with b.loop(0, shape.hd, side) as d:
                 rows = [b.vload(q, side, token, b.add(offset, d.index)) for token, offset in targets]
                 for i, x in enumerate(transpose(b, rows)):
-                    x = b.mulf(x, b.splat(self.scale, side))
+                    x = b.mulf(x, b.splat(self.how.query_scale, side))
                     b.vstore(x, self.q, b.add(d.index, i), c.index)
         for column in self.lanes:
             if sinks is None:
-                b.vstore(b.splat(NEVER, shape.width), self.maxima, column)
-            b.vstore(b.splat(0.0 if sinks is None else 1.0, shape.width), self.sums, column)
+                b.vstore(b.splat(NEVER, shape.width), self.top, column)
+            b.vstore(b.splat(0.0 if sinks is None else 1.0, shape.width), self.top_sums, column)
+
+    def _clear(self, rows: Ssa, token: Ssa, offset: Index) -> None:
+        b, shape = self.b, self.shape
+        with b.loop(0, shape.hd, shape.out_width) as d:
+            b.vstore(b.splat(0.0, shape.out_width), rows, token, b.add(offset, d.index))
+
+    def begin_chunk(self) -> None:
+        b, shape = self.b, self.shape
+        for column in self.lanes:
+            b.vstore(b.splat(NEVER, shape.width), self.maxima, column)
+            b.vstore(b.splat(0.0, shape.width), self.sums, column)
+        with b.loop(0, shape.columns) as c:
+            self._clear(self.out, *self.target(c.index))
+
+    def merge(self) -> None:
+        """Emit code that adds the sums of the chunk to those of the chunks before it."""
+        b, shape = self.b, self.shape
+        for column in self.lanes:
+            old, top_sums, maxima, sums = (
+                b.vload(rows, shape.width, column) for rows in (self.top, self.top_sums, self.maxima, self.sums)
+            )
+            top, factors = merge(b, old, maxima)
+            b.vstore(top, self.top, column)
+            b.vstore(factors(top_sums, sums), self.top_sums, column)
+            b.vstore(old, self.rescale, column)  # for the values below
+        with b.loop(0, shape.columns) as c:
+            token, offset = self.target(c.index)
+            old, maximum = (b.broadcast(b.load(rows, c.index), shape.out_width) for rows in (self.rescale, self.maxima))
+            _, factors = merge(b, old, maximum)
+            with b.loop(0, shape.hd, shape.out_width) as d:
+                at = token, b.add(offset, d.index)
+                total, added = (b.vload(rows, shape.out_width, *at) for rows in (self.merged, self.out))
+                b.vstore(factors(total, added), self.merged, *at)
 
     def target(self, c: Index) -> tuple[Ssa, Ssa]:
         b = self.b
         return b.to_index(b.load(self.tokens, c)), b.to_index(b.load(self.offsets, c))
 
-    def block(self, first: Ssa, end: Ssa, out: Ssa) -> None:
+    def block(self, first: Ssa, end: Ssa) -> None:
         """Emit code that adds a block of keys and their values to the online softmax of the tile.
 
         The block has the positions from `first` to first + KEYS - 1, but ends before position
         `end`.
-        out: memref of the kernel's result.
         """
         b, shape = self.b, self.shape
         count = b.min(b.sub(end, first), KEYS)
@@ -262,7 +303,7 @@ class _Tile:
             self.score_rows(b.add(first, j.index), last, j.index)
         self.softmax(count)
         with b.loop(0, shape.columns, shape.out_columns) as c, b.loop(0, shape.hd, shape.out_vectors * shape.out_width) as d:
-            self.add_values(c.index, d.index, first, count, out)
+            self.add_values(c.index, d.index, first, count)
 
     def score_rows(self, first: Index, last: Index, j: Index) -> None:
         """Emit code that computes the scores of `shape.rows` keys with all queries of the tile.
@@ -280,21 +321,15 @@ class _Tile:
         for row, next_row in zip(rows, following, strict=True):
             self.cached_keys.prefetch((self.layer, next_row, self.head))
             self.cached_values.prefetch((self.layer, row, self.head), near=False)
-        zeros = [b.splat(0.0, shape.width)] * (shape.rows * shape.vectors)
-        if shape.depth:
-            with b.loop(0, shape.hd, shape.depth, carry=zeros) as part:
-                for i, row in enumerate(rows):
-                    with b.loop(0, shape.depth, shape.out_width) as d:
-                        vector = self.cached_keys.part(
-                            (self.layer, row, self.head), b.add(part.index, d.index), shape.out_width
-                        )
-                        b.vstore(vector(0), self.keys, i, d.index)
-                part.give(*self.dots(part.index, shape.depth, part.values, lambda i, d: b.load(self.keys, i, d)))
-            totals: Sequence[Ssa] = part.results
+        if shape.converts:
+            for i, row in enumerate(rows):
+                vector = self.cached_keys.part((self.layer, row, self.head), 0, shape.hd)
+                for d in range(0, shape.hd, shape.out_width):
+                    b.vstore(vector(d), self.keys, i, d)
+            totals = self.dots(lambda i, d: b.load(self.keys, i, d))
         else:
             rows_at = [self.cached_keys.indices((self.layer, row, self.head)) for row in rows]
-            key = lambda i, d: b.load(self.cached_keys.buffer, *rows_at[i], d)
-            totals = self.dots(0, shape.hd, zeros, key)
+            totals = self.dots(lambda i, d: b.load(self.cached_keys.buffer, *rows_at[i], d))
         never = b.splat(NEVER, shape.width)
         for v, c in enumerate(self.lanes):
             limit = b.vload(self.limits, shape.width, c)
@@ -310,29 +345,48 @@ class _Tile:
                 if self.how.window is not None:
                     near = b.binary("addi", position, b.isplat(self.how.window, shape.width))
                     seen = b.both(seen, b.compare("sgt", near, limit))
-                score = totals[i * shape.vectors + v]
-                if self.how.softcap is not None:
-                    score = b.mulf(self.how.capped(b, score), b.splat(LOG2_E, shape.width))
+                score = self.how.capped(b, totals[i * shape.vectors + v])
                 b.vstore(b.select(seen, score, never), self.scores, b.add(j, i), c)
 
-    def dots(self, first: Index, count: int, sums: list[Ssa], key: Callable[[int, Index], Ssa]) -> Sequence[Ssa]:
-        """Emit code that adds to the dot products of `shape.rows` keys and all queries of the tile.
+    def dots(self, key: Callable[[int, Index], Ssa]) -> list[Ssa]:
+        """Emit code that computes the dot products of `shape.rows` keys and all queries of the tile.
 
-        The code multiplies elements first .. first + count - 1 of keys and queries, and adds the
-        results to `sums`. Returns the new sums.
+        Returns vectors, which have a lane for each query: first those of the first key.
 
-        sums: a sum for each key and query. First come the vectors of the first key, which have a
-            lane for each query, then those of the second key, and so on.
-        key(i, d): returns element first + d of key i.
+        key(i, d): returns element d of key i.
         """
         b, shape = self.b, self.shape
+        lanes, parts = shape.leaves, max(1, shape.leaves // 4)
+        zeros = [b.splat(0.0, shape.width)] * (shape.rows * shape.vectors)
+        each = [(i, c) for i in range(shape.rows) for c in self.lanes]
 
-        def step(d: Index, sums: Sequence[Ssa]) -> list[Ssa]:
-            at = b.add(first, d)
-            queries = [b.vload(self.q, shape.width, at, c) for c in self.lanes]
-            return outer(b, (b.broadcast(key(row, d), shape.width) for row in range(shape.rows)), queries, sums)
+        def lane(first: Index) -> list[Ssa]:
+            sums = zeros
+            for d in range(0, shape.hd, lanes):
+                at = b.add(first, d)
+                queries = [b.vload(self.q, shape.width, at, c) for c in self.lanes]
+                sums = outer(b, (b.broadcast(key(row, at), shape.width) for row in range(shape.rows)), queries, sums)
+            return sums
 
-        return b.unrolled(count, shape.unroll, sums, step)
+        def halves(first: Index, step: int) -> list[Ssa]:
+            # The sum over lanes first, first + step, first + 2 * step, and so on.
+            if step == lanes:
+                return lane(first)
+            return added(halves(first, 2 * step), halves(b.add(first, step), 2 * step))
+
+        def added(low: Sequence[Ssa], high: Sequence[Ssa]) -> list[Ssa]:
+            return [b.addf(x, y) for x, y in zip(low, high, strict=True)]
+
+        if parts == 1:
+            return halves(0, 1)
+        with b.loop(0, parts) as part:
+            for at, total in zip(each, halves(part.index, parts), strict=True):
+                b.vstore(total, self.parts, part.index, *at)
+        totals = [[b.vload(self.parts, shape.width, part, *at) for at in each] for part in range(parts)]
+        while len(totals) > 1:
+            half = len(totals) // 2
+            totals = [added(low, high) for low, high in zip(totals[:half], totals[half:], strict=True)]
+        return totals[0]
 
     def softmax(self, count: Index) -> None:
         b, shape = self.b, self.shape
@@ -357,7 +411,7 @@ class _Tile:
         for c, total in zip(self.lanes, j.results, strict=True):
             b.vstore(total, self.sums, c)
 
-    def add_values(self, column: Index, d: Index, first: Index, count: Index, out: Ssa) -> None:
+    def add_values(self, column: Index, d: Index, first: Index, count: Index) -> None:
         """Emit code that computes out = rescale * out + weights @ values for a part of the tile.
 
         rescale and the softmax weights are on the stack. rescale has a factor for each column,
@@ -366,7 +420,6 @@ class _Tile:
         column, d: where the part begins: column of the tile, and element of head_dim. Its size is
             `shape.out_columns` columns, and `shape.out_vectors` vectors of each.
         first, count: the values are those of positions first .. first + count - 1 in the cache.
-        out: memref of the kernel's result.
         """
         b, shape = self.b, self.shape
         width = shape.out_width
@@ -376,7 +429,7 @@ class _Tile:
         start = []
         for c, (token, offset) in zip(columns, targets, strict=True):
             rescale = b.broadcast(b.load(self.rescale, c), width)
-            start += [b.mulf(b.vload(out, width, token, b.add(offset, e)), rescale) for e in offsets]
+            start += [b.mulf(b.vload(self.out, width, token, b.add(offset, e)), rescale) for e in offsets]
         with b.loop(0, count, carry=start) as j:
             row = b.add(first, j.index)
             weights = [b.broadcast(b.load(self.scores, j.index, c), width) for c in columns]
@@ -389,16 +442,16 @@ class _Tile:
             j.give(*[sums[i][c] for c in range(len(columns)) for i in range(len(offsets))])
         for (token, offset), totals in zip(targets, batches(j.results, len(offsets)), strict=True):
             for e, total in zip(offsets, totals, strict=True):
-                b.vstore(total, out, token, b.add(offset, e))
+                b.vstore(total, self.out, token, b.add(offset, e))
 
-    def finish(self, out: Ssa, real: Index) -> None:
+    def finish(self, real: Index) -> None:
         b, shape = self.b, self.shape
         width = shape.out_width
         with b.loop(0, shape.columns) as c:
             token, offset = self.target(c.index)
-            inverse = b.broadcast(b.divf(b.f32(1.0), b.load(self.sums, c.index)), width)
+            inverse = b.broadcast(b.divf(b.f32(1.0), b.load(self.top_sums, c.index)), width)
             padding = b.less(token, real)
             with b.loop(0, shape.hd, width) as d:
                 at = b.add(offset, d.index)
-                value = b.mulf(b.vload(out, width, token, at), inverse)
-                b.vstore(b.select(padding, value, b.splat(0.0, width)), out, token, at)
+                value = b.mulf(b.vload(self.merged, width, token, at), inverse)
+                b.vstore(b.select(padding, value, b.splat(0.0, width)), self.out, token, at)

@@ -91,5 +91,4 @@ def rope_append(caches: Caches, T: int, layout: HeadLayout, *, isa: Isa) -> Kern
         reference=reference,
         flops=3 * T * (layout.heads + layout.kv_heads) * (layout.rotary_dim or 0),
         nbytes=T * (4 * (layout.row + layout.keys) + 2 * layout.kv_heads * caches.format.row_bytes(hd)),
-        fenced=isa.canonical,
     )

@@ -1,13 +1,17 @@
 """How attention scales, soft-caps and masks its scores; a reference of attention in NumPy."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from castiron.emitter.graph.types import F32, TensorType
 from castiron.emitter.kernels.mlir.body import Body, Ssa, number
+from castiron.emitter.kernels.mlir.vector_math import LOG2_E, exp2
 
 NEVER = -1.0e30  # score of masked positions: below all others; finite, so that differences are not NaN
+KEYS = 48  # keys of a block, whose softmax is computed at a time; speed differs by a few percent from 32 to 96
+CHUNK = 4 * KEYS  # keys of a chunk, whose sums are independent of other chunks
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,29 @@ class Scores:
     def operands(self, heads: int) -> dict[str, TensorType]:
         return {"sinks": TensorType((heads,), F32)} if self.sinks else {}
 
+    @property
+    def query_scale(self) -> float:
+        """Return by what queries are multiplied: scores are for exp2, unless a soft cap comes first."""
+        return self.scale * (LOG2_E if self.softcap is None else 1.0)
+
     def capped(self, b: Body, scores: Ssa) -> Ssa:
-        """Emit code that applies the soft cap, if any, to a vector of scores; return the result."""
+        """Emit code that applies the soft cap, if any, to scores; return them times log2(e)."""
         if self.softcap is None:
             return scores
         cap = b.splat(self.softcap, scores.width)
-        return b.mulf(b.math("tanh", b.divf(scores, cap)), cap)
+        return b.mulf(b.mulf(b.math("tanh", b.divf(scores, cap)), cap), b.splat(LOG2_E, scores.width))
+
+
+def merge(b: Body, top: Ssa, maximum: Ssa) -> tuple[Ssa, Callable[[Ssa, Ssa], Ssa]]:
+    """Emit code that prepares to add the sums of a chunk to those of the chunks before it.
+
+    top: max score of the chunks before. maximum: that of the chunk. Both are vectors.
+
+    Returns (the new max score, function (sum of the chunks before, sum of the chunk) -> new sum).
+    """
+    new = b.maxf(maximum, top)
+    before, own = (exp2(b, b.subf(each, new)) for each in (top, maximum))
+    return new, lambda total, added: b.fma(added, own, b.mulf(total, before))
 
 
 def by_position(rows: np.ndarray, end: int) -> np.ndarray:

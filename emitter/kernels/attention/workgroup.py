@@ -1,19 +1,16 @@
 """Emit a workgroup of `attention_decode`: attention of one token to a range of cached positions.
 
-This is the online softmax of flash attention (Dao et al. 2022) with one change. In flash attention,
-a weight is exp(score - max), and each new max score requires scaling the sums down. Here, a weight
-is exp(score - reference). The reference of a head is raised to the max score only if a score
-exceeds it by more than SLACK, which is rare. The result is the same, because exp(-reference)
-cancels:
+The arithmetic is that of `attention_prefill`, operation by operation, so that both give the same
+bits (`attention` describes it). For each query head that uses the workgroup's kv heads, the online
+softmax of a chunk has a maximum, a sum of weights and a weighted sum of values on the stack:
 
-    for tile of TILE positions:
+    for block of KEYS positions of the chunk:
       for `rows` positions at a time, for kv head, for `heads` of its query heads at a time:
         scores [heads, rows] = q . k_cache[layer, positions, kv head], soft-capped      registers, then stack
       for kv head, for `heads` of its query heads at a time:
-        if max(scores) > reference + SLACK: reference = max(scores); scale `sum` and `values` down
-        weights = exp(scores - reference); sum += weights                                               stack
+        raise maximum to the new scores; scale sum and values down
+        weights = 2^(scores - maximum); sum += weights                                                  stack
         values [heads, head_dim] += weights . v_cache[layer, positions, kv head]        registers, then stack
-    result of a query head = values / sum
 
 Heads are in the inner loop over scores, so that the cache is read in memory order.
 
@@ -27,14 +24,11 @@ from dataclasses import dataclass
 
 from castiron.emitter.kernels.attention.heads import HeadLayout, Span, prepare_head
 from castiron.emitter.kernels.attention.rows import Caches, Rows
-from castiron.emitter.kernels.attention.scores import NEVER, Scores
-from castiron.emitter.kernels.mlir.body import CACHE_LINE, Body, Index, Ssa, batches, largest_width, vector_type
-from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.emitter.kernels.mlir.vector_math import exp, lane_max, lane_sums, outer
+from castiron.emitter.kernels.attention.scores import KEYS, NEVER, Scores
+from castiron.emitter.kernels.mlir.body import CACHE_LINE, Body, Index, Ssa, batches, largest_width
+from castiron.emitter.kernels.mlir.isa import SUM_LANES, Isa
+from castiron.emitter.kernels.mlir.vector_math import exp2, lane_max, lane_sums, outer
 from castiron.emitter.layers.kv_cache import Cache
-
-TILE = 48  # positions of a tile, a multiple of every vector's width; speed differs by a few percent from 32 to 96
-SLACK = 30.0  # max difference of a score and its head's reference; e^30 is far from overflow
 
 
 class Shape:
@@ -46,8 +40,8 @@ class Shape:
     def __init__(self, layout: HeadLayout, isa: Isa, per: int, cache: Cache):
         hd = layout.head_dim
         self.per = per
-        self.width = largest_width(isa.lanes, hd)
-        accumulators = isa.registers * 3 // 4
+        self.width = largest_width(SUM_LANES, hd)
+        accumulators = isa.sum_registers * 3 // 4
         chunks = hd // self.width
         # `rows` positions are scored at once, against `heads` query heads of a kv head.
         self.heads = min(layout.group, accumulators)
@@ -60,7 +54,7 @@ class Shape:
         self.unroll = max(n for n in cut if n <= 8)
         # Elements of a key that are multiplied before the next key's elements; in q8_0 they share a scale.
         self.together = min(max(cache.group(hd), self.width), self.unroll * self.width)
-        self.stack_bytes = 4 * (per * layout.group * (2 * hd + TILE + isa.lanes + 1) + hd)
+        self.stack_bytes = 4 * (per * layout.group * (2 * hd + KEYS + 4))
 
 
 @dataclass(frozen=True)
@@ -82,9 +76,6 @@ class Token:
 class Workgroup:
     """Emits the code of a workgroup, which computes attention of one token for some kv heads.
 
-    For each query head that uses these kv heads, the online softmax has three variables on the
-    stack: a reference (close to the max score), a sum of weights, and a weighted sum of values.
-
     Common arguments of the methods:
     g: index of a query head among all query heads of this workgroup.
     head: index of a kv head.
@@ -95,22 +86,19 @@ class Workgroup:
     def __init__(self, b: Body, layout: HeadLayout, isa: Isa, shape: Shape, how: Scores, caches: Caches):
         self.b, self.layout, self.how, self.caches = b, layout, how, caches
         self.row_bytes = caches.format.row_bytes(layout.head_dim)
-        self.lanes, self.hd, self.group = isa.lanes, layout.head_dim, layout.group
+        self.hd, self.group = layout.head_dim, layout.group
         self.shape, self.width, self.rows, self.columns = shape, shape.width, shape.rows, shape.columns
         heads = shape.heads
         self.head_chunks = [range(g, min(g + heads, self.group)) for g in range(0, self.group, heads)]
         own_heads = shape.per * self.group
         self.q = b.stack(own_heads, self.hd)
-        self.k = b.stack(self.hd)
-        self.scores = b.stack(own_heads, TILE)
-        self.references = b.stack(own_heads)
-        self.sums = b.stack(own_heads, self.lanes)  # lanes are added at the end
-        self.values = b.stack(own_heads, self.hd)  # weighted values
+        self.scores = b.stack(own_heads, KEYS)
+        # Of the online softmax of a chunk. `scaled_sums`: sums, scaled down to the maxima of the block.
+        self.maxima, self.sums, self.scaled_sums, self.rescale = (b.stack(own_heads) for _ in range(4))
+        self.values = b.stack(own_heads, self.hd)
 
     def begin(self, token: Token, first: Index, end: Index) -> None:
-        """Emit code that starts attention for a token, with an empty softmax.
-
-        The code also stores the queries on the stack, normalised, rotated and scaled.
+        """Emit code that stores the token's queries on the stack, normalised, rotated and scaled.
 
         first, end: the workgroup computes kv heads first .. end - 1.
         """
@@ -121,87 +109,43 @@ class Workgroup:
         self.bases = [b.address(buffer) for buffer in buffers]
         low = b.mul(first, self.group)
         with b.loop(low, b.mul(end, self.group)) as head:
-            g = b.sub(head.index, low)
-            self._prepare("q", head.index, b.mul(head.index, hd), Span(self.q, [g], 0), self.how.scale)
-            b.store(b.f32(NEVER), self.references, g)
-            b.vstore(b.splat(0.0, self.lanes), self.sums, g, 0)
-            with b.loop(0, hd, self.width) as d:
-                b.vstore(b.splat(0.0, self.width), self.values, g, d.index)
+            target = Span(self.q, [b.sub(head.index, low)], 0)
+            self._prepare("q", head.index, b.mul(head.index, hd), target, self.how.query_scale)
 
     def _prepare(self, kind: str, head: Index, offset: Index, target: Span, scale: float = 1.0) -> None:
         source, token = Span(self.qkv, [self.token.row], offset), self.token
-        prepare_head(self.b, self.layout, self.lanes, kind, head, source, target, token.given, token.position, scale)
+        prepare_head(self.b, self.layout, SUM_LANES, kind, head, source, target, token.given, token.position, scale)
 
-    def own(self, appended: bool = False) -> None:
-        """Emit code that starts the online softmax with the key and value of the token itself.
-
-        appended: whether the caches already have this key and value. If not, the code appends them.
-        """
+    def append(self) -> None:
+        """Emit code that appends the key, normalised and rotated, and the value to the caches."""
         b, layout, hd = self.b, self.layout, self.hd
+        key = self.values  # not yet in use
         with b.loop(self.first, self.end) as head:
             offset = b.add(b.mul(head.index, hd), layout.keys)
-            cached = [self.token.layer, self.token.position, head.index]
-            low = b.mul(b.sub(head.index, self.first), self.group)
-            heads = [b.add(low, i) for i in range(self.group)]
+            at = [self.token.layer, self.token.position, head.index]
             value = Span(self.qkv, [self.token.row], b.add(offset, layout.kv_heads * hd))
-
-            def begin(d: Index, v: Ssa) -> None:
-                for g in heads:
-                    b.vstore(v, self.values, g, d)
-
-            if appended:
-                with b.loop(0, hd, self.width) as d:
-                    begin(d.index, self.cached_values.part(cached, d.index, self.width)(0))
-                    b.vstore(self.cached_keys.part(cached, d.index, self.width)(0), self.k, d.index)
-            else:
-                self._prepare("k", head.index, offset, Span(self.k, [], 0))
-                self.cached_values.append(cached, lambda d: value.load(b, d, self.width), begin)
-                self.cached_keys.append(cached, lambda d: b.vload(self.k, self.width, d), lambda d, k: b.vstore(k, self.k, d))
-            one = b.constant(f"dense<[1.0{', 0.0' * (self.lanes - 1)}]>", vector_type(self.lanes))
-            with b.loop(low, b.add(low, self.group)) as g:
-                with b.loop(0, hd, self.width, carry=[b.splat(0.0, self.width)]) as d:
-                    q = b.vload(self.q, self.width, g.index, d.index)
-                    d.give(b.fma(q, b.vload(self.k, self.width, d.index), d.values[0]))
-                score = self.how.capped(b, lane_sums(b, d.results))
-                b.store(b.extract(score, 0), self.references, g.index)
-                b.vstore(one, self.sums, g.index, 0)
-                if self.how.sinks:
-                    self.sink(g.index, b.add(b.mul(self.first, self.group), g.index), b.extract(score, 0), one)
-
-    def sink(self, g: Index, head: Index, score: Ssa, one: Ssa) -> None:
-        """Emit code that adds the attention sink of a query head to the online softmax.
-
-        A sink is a learned score without a key and a value, so only the sum of weights gets a term
-        for it. When the code runs, the softmax must have the token's own key and value, and no
-        other positions.
-
-        g: index of the query head in this workgroup.
-        head: index of the same query head in the model.
-        score: the score of the token's own key, a scalar.
-        one: the vector [1, 0, 0, ...]. The sum of weights is a vector whose lanes are added later,
-            so the weight of the sink is added to its first lane only.
-        """
-        b, lanes = self.b, self.lanes
-        score, sink = (b.broadcast(x, lanes) for x in (score, b.load(self.token.given["sinks"], head)))
-        top = b.maxf(score, sink)
-        self.scale_down(g, b.extract(exp(b, b.subf(score, top)), 0))
-        total = b.fma(one, exp(b, b.subf(sink, top)), b.vload(self.sums, lanes, g, 0))
-        b.vstore(total, self.sums, g, 0)
-        b.store(b.extract(top, 0), self.references, g)
+            self.cached_values.append(at, lambda d: value.load(b, d, self.width))
+            self._prepare("k", head.index, offset, Span(key, [0], 0))
+            self.cached_keys.append(at, lambda d: b.vload(key, self.width, 0, d))
 
     def attend(self, start: Index, end: Index, ahead: bool) -> None:
-        """Emit code that adds positions start .. end - 1 of the caches to the online softmax.
+        """Emit code that computes attention to positions start .. end - 1 of the caches, in one chunk.
 
         ahead: whether the code also prefetches the rows of the caches that it needs next.
         """
         b = self.b
-        with b.loop(start, end, TILE) as tile:
-            first = tile.index
-            count = b.min(b.sub(end, first), TILE)
-            vectors = b.ceildiv(count, self.lanes)
-            with b.when(b.less(count, TILE)), b.loop(0, b.mul(b.sub(self.end, self.first), self.group)) as g:
-                last = b.mul(b.sub(vectors, 1), self.lanes)
-                b.vstore(b.splat(NEVER, self.lanes), self.scores, g.index, last)
+        with b.loop(0, b.mul(b.sub(self.end, self.first), self.group)) as g:
+            b.store(b.f32(NEVER), self.maxima, g.index)
+            b.store(b.f32(0.0), self.sums, g.index)
+            with b.loop(0, self.hd, self.width) as d:
+                b.vstore(b.splat(0.0, self.width), self.values, g.index, d.index)
+        with b.loop(b.div(start, KEYS), b.ceildiv(end, KEYS)) as block:
+            first = b.max(b.mul(block.index, KEYS), start)
+            count = b.sub(b.min(b.mul(b.add(block.index, 1), KEYS), end), first)
+            vectors = b.ceildiv(count, SUM_LANES)
+            with b.when(b.less(count, KEYS)), b.loop(0, b.mul(b.sub(self.end, self.first), self.group)) as g:
+                last = b.mul(b.sub(vectors, 1), SUM_LANES)
+                b.vstore(b.splat(NEVER, SUM_LANES), self.scores, g.index, last)
             full = b.mul(b.div(count, self.rows), self.rows)
             # The inner loop is over heads, so that the cache is read in memory order.
             with b.loop(0, full, self.rows) as j, b.loop(self.first, self.end) as head:
@@ -292,53 +236,37 @@ class Workgroup:
                 b.vstore(self.how.capped(b, lane_sums(b, loop.results[i::count])), self.scores, g, j)
 
     def softmax(self, head: Ssa, heads: range, blocks: Index) -> None:
-        """Emit code that replaces the scores of a tile by softmax weights, exp(score - reference).
+        """Emit code that replaces the scores of a block by weights, 2^(score - maximum).
 
-        If a score exceeds the reference of its query head by more than SLACK, the code first raises
-        the reference to the max score. It also adds the weights to the query head's sum of weights.
+        The code first raises the maximum to the new scores, and scales the sum of weights down.
 
         head, heads: the kv head and some of its query heads, see the class.
-        blocks: number of vectors of scores in the tile.
+        blocks: number of vectors of scores in the block.
         """
-        b, lanes = self.b, self.lanes
+        b, lanes = self.b, SUM_LANES
         own_heads = self.own_heads(head, heads)
         high = b.mul(blocks, lanes)
         with b.loop(0, high, lanes, carry=[b.splat(NEVER, lanes)] * len(own_heads)) as j:
             j.give(*[b.maxf(b.vload(self.scores, lanes, g, j.index), m) for g, m in zip(own_heads, j.values, strict=True)])
+        tops = []
         for g, top in zip(own_heads, j.results, strict=True):
-            top, old = lane_max(b, top), b.load(self.references, g)
-            # The branch is rarely taken and well predicted, so that the code below need not wait for the maximum.
-            with b.when(b.compare("ogt", b.subf(top, old), b.f32(SLACK))):
-                b.store(top, self.references, g)
-                self.scale_down(g, b.extract(exp(b, b.broadcast(b.subf(old, top), lanes)), 0))
-        sums = [b.vload(self.sums, lanes, g, 0) for g in own_heads]
-        tops = [b.broadcast(b.load(self.references, g), lanes) for g in own_heads]
-        with b.loop(0, high, lanes, carry=sums) as j:
-            weights = [exp(b, b.subf(b.vload(self.scores, lanes, g, j.index), m)) for g, m in zip(own_heads, tops, strict=True)]
-            for g, w in zip(own_heads, weights, strict=True):
-                b.vstore(w, self.scores, g, j.index)
-            j.give(*[b.addf(total, w) for total, w in zip(j.values, weights, strict=True)])
-        for g, total in zip(own_heads, j.results, strict=True):
-            b.vstore(total, self.sums, g, 0)
-
-    def scale_down(self, g: Index, factor: Ssa) -> None:
-        """Emit code that multiplies a head's sum of weights and its weighted values by `factor`.
-
-        g: index of the query head in this workgroup.
-        factor: an f32 scalar.
-        """
-        b = self.b
-        total = b.vload(self.sums, self.lanes, g, 0)
-        b.vstore(b.mulf(total, b.broadcast(factor, self.lanes)), self.sums, g, 0)
-        with b.loop(0, self.hd, self.width) as d:
-            value = b.vload(self.values, self.width, g, d.index)
-            b.vstore(b.mulf(value, b.broadcast(factor, self.width)), self.values, g, d.index)
+            old = b.load(self.maxima, g)
+            new = b.maxf(lane_max(b, top), old)
+            rescale = b.extract(exp2(b, b.broadcast(b.subf(old, new), lanes)), 0)
+            b.store(new, self.maxima, g)
+            b.store(rescale, self.rescale, g)
+            b.store(b.mulf(b.load(self.sums, g), rescale), self.scaled_sums, g)
+            tops.append(b.broadcast(new, lanes))
+        with b.loop(0, high, lanes) as j:
+            for g, m in zip(own_heads, tops, strict=True):
+                b.vstore(exp2(b, b.subf(b.vload(self.scores, lanes, g, j.index), m)), self.scores, g, j.index)
 
     def add_values(self, head: Ssa, heads: range, d: Index, first: Ssa, count: Index) -> None:
-        """Emit code that adds weight * value of a tile's positions to the weighted sums of values.
+        """Emit code that adds weights to the sums, and weight * value to the weighted sums of values.
 
         The code computes only `self.columns` vectors of elements of head_dim, because more do not
-        fit into registers.
+        fit into registers. It computes the same sums of weights for each of them, which costs less
+        than a loop of its own.
 
         head, heads: the kv head and some of its query heads, see the class.
         d: index of the first of these elements.
@@ -348,33 +276,24 @@ class Workgroup:
         own_heads = self.own_heads(head, heads)
         offsets = range(0, self.columns * width, width)
         columns = [b.add(d, offset) for offset in offsets]
-        start = [b.vload(self.values, width, g, c) for g in own_heads for c in columns]
-        with b.loop(0, count, carry=start) as j:
-            weights = [b.broadcast(b.load(self.scores, g, j.index), width) for g in own_heads]
+        start = []
+        for g in own_heads:
+            rescale = b.broadcast(b.load(self.rescale, g), width)
+            start += [b.mulf(b.vload(self.values, width, g, c), rescale) for c in columns]
+        totals = [b.load(self.scaled_sums, g) for g in own_heads]
+        with b.loop(0, count, carry=[*start, *totals]) as j:
+            weights = [b.load(self.scores, g, j.index) for g in own_heads]
             sums = []
             # Load one value vector at a time, because all of them and the sums do not fit in the registers.
             part = self.cached_values.part((self.token.layer, b.add(first, j.index), head), d, self.columns * width)
+            wide = [b.broadcast(w, width) for w in weights]
             for i, offset in enumerate(offsets):
                 v = part(offset)
-                sums.append([b.fma(w, v, j.values[g * len(columns) + i]) for g, w in enumerate(weights)])
-            j.give(*[sums[i][g] for g in range(len(own_heads)) for i in range(len(columns))])
-        for g, results in zip(own_heads, batches(j.results, len(columns)), strict=True):
+                sums.append([b.fma(w, v, j.values[g * len(columns) + i]) for g, w in enumerate(wide)])
+            added = [b.addf(total, w) for total, w in zip(j.values[len(start) :], weights, strict=True)]
+            j.give(*[sums[i][g] for g in range(len(own_heads)) for i in range(len(columns))], *added)
+        for g, results in zip(own_heads, batches(j.results[: len(start)], len(columns)), strict=True):
             for c, total in zip(columns, results, strict=True):
                 b.vstore(total, self.values, g, c)
-
-    def total(self, g: Index) -> Ssa:
-        return self.b.extract(lane_sums(self.b, [self.b.vload(self.sums, self.lanes, g, 0)]), 0)
-
-    def finish(self, out: Ssa) -> None:
-        """Emit code that stores the result: weighted sum of values / sum of weights.
-
-        out: memref of the result, f32 [rows, heads * head_dim].
-        """
-        b = self.b
-        low = b.mul(self.first, self.group)
-        with b.loop(low, b.mul(self.end, self.group)) as head:
-            g = b.sub(head.index, low)
-            inverse = b.broadcast(b.divf(b.f32(1.0), self.total(g)), self.width)
-            with b.loop(0, self.hd, self.width) as d:
-                value = b.mulf(b.vload(self.values, self.width, g, d.index), inverse)
-                b.vstore(value, out, self.token.row, b.add(b.mul(head.index, self.hd), d.index))
+        for g, total in zip(own_heads, j.results[len(start) :], strict=True):
+            b.store(total, self.sums, g)

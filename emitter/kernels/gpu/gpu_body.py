@@ -51,6 +51,8 @@ class GpuBody(Body):
     layout: MLIR text of the kernel's `#hal.pipeline.layout` attribute, which lists its bindings.
     """
 
+    fenced = False
+
     def __init__(self, threads: int, workgroups: int, layout: str) -> None:
         super().__init__()
         self.threads, self._layout = threads, layout

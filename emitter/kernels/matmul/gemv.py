@@ -16,9 +16,8 @@ A record has one codec block (such as 32 or 256 elements) of each of the 16 rows
 - If xs does not fit on the stack, the kernel prepares and multiplies one part of x after another,
   and stores partial results on the stack. It is slower, because the core then reads a part of a row
   block and skips the rest, and hardware prefetchers read on at the end of every part.
-- Codes that are not integers (E4M3, NF4): for each codec group, y += d * sum(code[k] * x[k]) in f32.
+- Codes that are not integers (E4M3, NF4): y += (d * code[k]) * x[k] in f32, as in the kernels for several tokens.
 - Float codecs: a record has one element of each row (bf16: two), and is not decoded.
-- For floats, sums are in `chains` independent accumulators; with --numerics canonical in one.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +31,11 @@ from castiron.emitter.kernels.matmul.sum_tables import SumTables, is_summed_by_t
 from castiron.emitter.kernels.matmul.tiles import Buffers, each_block
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import CACHE_LINE, L2_STACK_BYTES, Body, Index, Ssa, batches
-from castiron.emitter.kernels.mlir.isa import CANONICAL_LANES, Isa
+from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import tree
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import Decoded
-from castiron.emitter.kernels.weights.records import E4M3_FACTOR, Records
+from castiron.emitter.kernels.weights.records import Records
 
 Prefetches = list[Callable[[], None]]  # functions that each emit a prefetch
 BATCH = 32  # sets of row blocks whose totals stay on the stack if x is prepared in parts
@@ -72,11 +71,8 @@ class Gemv:
         base: Index = 0,
     ):
         self.b, self.codec, self.tiles, self.buffers, self.base = b, matmul.format, tiles, buffers, base
-        self.chains = 1 if isa.canonical else tiles.chains
         self.lanes, self.x_row, self.y_row = isa.lanes, x_row, y_row
         self.by_tables = is_summed_by_tables(matmul, isa)
-        # Canonical sums have the order of the kernels for several tokens, which decode weights.
-        self.decodes = isa.canonical or matmul.format.needs_input_sums
         self.matmul, self.isa, self.out_features, self.in_features = matmul, isa, matmul.out_features, matmul.in_features
         self.row_blocks, self.count, self.size = matmul.weight_shape
         self.records = Records(b, self.codec, isa, buffers["weight"], base)
@@ -112,12 +108,10 @@ class Gemv:
             if self.by_tables:
                 self.x = SumTables(b, matmul, self.isa, self.buffers, chunk * elements, self.x_row)
             else:
-                lanes = CANONICAL_LANES if self.isa.canonical else self.lanes
-                self.x = QuantisedX(b, matmul, lanes, self.buffers, chunk * elements, self.x_row)
+                self.x = QuantisedX(b, matmul, self.lanes, self.buffers, chunk * elements, self.x_row)
             self.step = Step(b, matmul, self.isa, self.buffers["weight"], self.x.made, self.base)
         else:
-            factor = E4M3_FACTOR if self.codec.e4m3 and not self.decodes else 1.0
-            self.x = PreparedX(b, matmul, self.lanes, self.buffers, chunk * elements, self.x_row, factor)
+            self.x = PreparedX(b, matmul, self.lanes, self.buffers, chunk * elements, self.x_row)
         if chunks == 1:
             self._sets(low, high, 0, self.count, None)
             return
@@ -249,57 +243,44 @@ class Gemv:
         totals: list[Ssa],
         soon: Prefetches,
     ) -> list[Ssa]:
-        # The same for a codec group, whose codes are floats: totals + d * sum(x * code).
-        b, chains, records, x = self.b, self.chains, self.records, self.x
+        # The same for a codec group, whose codes are floats: totals + sum(weight * x).
+        b, x = self.b, self.x
         assert isinstance(x, PreparedX)
         start = b.mul(slot, self.codec.group)
-        if self.decodes:
-            number = b.add(b.mul(record, self.layout.groups), group)
-            decoded, totals = [Decoded(records, block, number) for block in row_blocks], list(totals)
-            for k in range(self.codec.group):
-                element = x.at(b.add(start, k))
-                totals = [b.fma(decoded[i].weight(k, v), element, t) for (i, v), t in zip(self.sides, totals, strict=True)]
-            return totals
-        codes = [records.group_codes(block, record, group) for block in row_blocks]
-        sums: list[list[Ssa | None]] = [[None] * chains for _ in self.sides]
+        number = b.add(b.mul(record, self.layout.groups), group)
+        decoded = [Decoded(self.records, block, number) for block in row_blocks]
         for k in range(self.codec.group):
             if k % 8 == 0:
                 for prefetch in share_of(soon, k // 8, self.codec.group // 8):
                     prefetch()
             element = x.at(b.add(start, k))
-            for n, (i, v) in enumerate(self.sides):
-                code, so_far = codes[i].code(k, v), sums[n][k % chains]
-                sums[n][k % chains] = b.mulf(code, element) if so_far is None else b.fma(code, element, so_far)
-        dots = [tree(b.addf, [part for part in parts if part is not None]) for parts in sums]
-        scales = [records.scale_and_base(row_blocks[i], record, group, v)[0] for i, v in self.sides]
-        return [b.fma(dot, scale, total) for dot, scale, total in zip(dots, scales, totals, strict=True)]
+            totals = [b.fma(decoded[i].weight(k, v), element, t) for (i, v), t in zip(self.sides, totals, strict=True)]
+        return totals
 
     def _float_dots(self, row_blocks: list[Index], first: int, last: int, totals: list[Ssa]) -> list[Ssa]:
-        b, chains, unroll, elements, x = self.b, self.chains, self.tiles.unroll, self.layout.elements, self.x
+        b, unroll, elements, x = self.b, self.tiles.unroll, self.layout.elements, self.x
         assert isinstance(x, PreparedX)
-        zeros = [b.splat(0.0, self.lanes)] * len(self.sides)
 
-        def add(record: Index, sums: list[Ssa], number: int) -> None:
+        def add(record: Index, sums: list[Ssa]) -> list[Ssa]:
             weights = [self.records.elements(row_blocks[i], record, v) for i, v in self.sides]
             for e in range(elements):
                 element = x.at(b.add(b.mul(b.sub(record, first), elements), e))
-                chain = (number * elements + e) % chains * len(self.sides)
-                for n, weight in enumerate(weights):
-                    sums[chain + n] = b.fma(weight[e], element, sums[chain + n])
+                sums = [b.fma(weight[e], element, total) for weight, total in zip(weights, sums, strict=True)]
+            return sums
 
         full = (last - first) // unroll * unroll
-        with b.loop(first, first + full, unroll, carry=totals + zeros * (chains - 1)) as loop:
+        with b.loop(first, first + full, unroll, carry=totals) as loop:
             soon = self._prefetches(row_blocks, loop.index, 0, self.size * unroll)
             sums = list(loop.values)
             for i in range(unroll):
                 for prefetch in share_of(soon, i, unroll):
                     prefetch()
-                add(b.add(loop.index, i), sums, i)
+                sums = add(b.add(loop.index, i), sums)
             loop.give(*sums)
         sums = list(loop.results)
-        for i, record in enumerate(range(first + full, last)):
-            add(record, sums, i)
-        return [tree(b.addf, sums[n :: len(self.sides)]) for n in range(len(self.sides))]
+        for record in range(first + full, last):
+            sums = add(record, sums)
+        return sums
 
     def _store(self, block: Index, results: Sequence[Ssa]) -> None:
         b, buffers, row = self.b, self.buffers, self.y_row

@@ -9,7 +9,7 @@ from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import PARTS
 from castiron.emitter.kernels.mlir.isa import Isa
-from castiron.emitter.kernels.weights.packing import LANES, layout
+from castiron.emitter.kernels.weights.packing import layout
 
 # Distance of prefetched weights: of one row block, and of all row blocks that are read at the same time.
 AHEAD_BYTES, AHEAD_TOTAL = 5 << 10, 10 << 10
@@ -32,13 +32,11 @@ class GemvTiles(Tiles):
 
     together: number of 16-row blocks that are computed together, so that they share loads of x and
         the core reads several addresses at a time; with a GLU, 1 or an even number.
-    chains: number of independent accumulators for each row of the weight.
     ahead: prefetch distance, in records.
     unroll: number of records in a loop iteration; for float codecs only.
     """
 
     together: int = 2
-    chains: int = 2
     ahead: int = 16
     unroll: int = 4
 
@@ -60,12 +58,10 @@ class GemvTiles(Tiles):
         if isa.roomy:
             together = _together(blocks, workgroups, (4, 2) if matmul.glu else (4, 3, 2))
             ahead = -(-AHEAD_TOTAL // (together * size))
-            return cls(together, 1 if isa.canonical else 2, ahead, workgroups=workgroups)
-        if isa.canonical:
-            return cls(2, 1, ahead, workgroups=workgroups)
+            return cls(together, ahead, workgroups=workgroups)
         # Two row blocks overflow the registers for codes of several groups, and for all codes on NEON.
         together = 1 if layout(codec).groups > 1 or (codec.quantised and isa.lanes < 8) else 2
-        return cls(together, 4 if isa.lanes == LANES else 2, ahead, workgroups=workgroups)
+        return cls(together, ahead, workgroups=workgroups)
 
 
 def _together(blocks: int, workgroups: int, choices: Sequence[int]) -> int:

@@ -17,7 +17,7 @@ class _NormedX:
         self.source, self.norm, self.row = buffers["x"], buffers.get("norm"), row
         self.inverse = None
         if matmul.rms_eps is not None:
-            self.inverse = inverse_rms(b, self._read, self.in_features, matmul.rms_eps, lanes)
+            self.inverse = inverse_rms(b, self._read, self.in_features, matmul.rms_eps)
 
     def _read(self, k: Index, width: int) -> Ssa:
         return self.b.vload(self.source, width, self.row, k)
@@ -67,13 +67,12 @@ class QuantisedX(_NormedX):
 
 
 class PreparedX(_NormedX):
-    """A stack buffer with one row of f32 x, normalised and scaled.
+    """A stack buffer with one row of f32 x, normalised.
 
     If the row does not fit on the stack, each call of `fill` prepares a part of it. `at` counts
     elements from the start of this part.
 
     capacity: max number of elements that one call of `fill` prepares.
-    factor: number by which elements are multiplied.
     """
 
     def __init__(
@@ -84,10 +83,9 @@ class PreparedX(_NormedX):
         buffers: Mapping[str, Ssa],
         capacity: int,
         row: Index = 0,
-        factor: float = 1.0,
     ):
         super().__init__(b, matmul, lanes, buffers, row)
-        self.values, self.factor = b.stack(capacity), factor
+        self.values = b.stack(capacity)
 
     def at(self, k: Index) -> Ssa:
         """Load element `k` of the prepared x into all lanes of a vector."""
@@ -99,8 +97,7 @@ class PreparedX(_NormedX):
         end = min(last, self.in_features)
         full = (end - first) // lanes * lanes
         with b.loop(0, full, lanes) as vector:
-            x = self._normalised(b.add(vector.index, first), lanes)
-            b.vstore(x if self.factor == 1 else b.mulf(x, b.splat(self.factor, lanes)), self.values, vector.index)
+            b.vstore(self._normalised(b.add(vector.index, first), lanes), self.values, vector.index)
         for k in range(full, end - first):
             b.vstore(self._normalised(first + k, 1), self.values, k)
         for k in range(end - first, last - first):

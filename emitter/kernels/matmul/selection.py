@@ -46,26 +46,25 @@ def _choice(matmul: Matmul) -> tuple[str, type[Tiles], type[Any]]:
     return next(choice[1:] for choice in _CHOICES if choice[0](matmul))
 
 
-def numerics_of(matmul: Matmul, isa: Isa, is_fast: bool, is_draft: bool = False) -> str:
+def numerics_of(matmul: Matmul, isa: Isa, numerics: str = "exact") -> str:
     """Return how a matmul multiplies x, one of `matmul_spec.NUMERICS`.
 
-    is_fast: whether x of several tokens may be rounded to int8 or bf16 (`--numerics fast`).
-    is_draft: whether x of one token may be rounded too (`--numerics draft`).
+    numerics: the value of `--numerics`.
     """
     codec = matmul.format
     # Without VNNI, int8 dot products take several instructions, and more of them for codes of 8 bits.
-    has_wide_codes, is_madd = codec.integers[1] - codec.integers[0] > 127, isa.dot == "madd" and not isa.canonical
+    has_wide_codes, is_madd = codec.integers[1] - codec.integers[0] > 127, isa.dot == "madd"
     is_slow = has_wide_codes and is_madd and isa.lanes == 8
     has_int8 = codec.quantised and not codec.e4m3 and not is_slow
     is_single = not matmul.is_grouped if matmul.experts else matmul.tokens == 1
-    exact = "f32"
-    if codec.quantised and codec.has_integers:
-        is_fast_in_int24 = not is_madd or (not has_wide_codes and (is_single or matmul.tokens <= MAX_MADD_TOKENS))
-        exact = "int24" if is_fast_in_int24 else "f32"
-    if isa.canonical:
-        return exact
+    is_integer = codec.quantised and codec.has_integers
+    if numerics == "canonical":
+        return "int24" if is_integer else "f32"
+    is_fast_in_int24 = not is_madd or (not has_wide_codes and (is_single or matmul.tokens <= MAX_MADD_TOKENS))
+    exact = "int24" if is_integer and is_fast_in_int24 else "f32"
     if is_single:
-        return "int8" if is_draft and has_int8 and not matmul.experts else exact
+        return "int8" if numerics == "draft" and has_int8 and not matmul.experts else exact
+    is_fast = numerics in ("fast", "draft")
     if matmul.experts:
         return "int8" if is_fast and has_int8 else exact
     min_tokens = gemm_matrix.MIN_INT8_TOKENS if is_fast and has_int8 else gemm_matrix.MIN_TOKENS
@@ -124,5 +123,4 @@ def kernel_of(matmul: Matmul, isa: Isa, threads: int = 2, tiles: Tiles | None = 
         flops=matmul.flops,
         nbytes=matmul.nbytes,
         matmul=matmul,
-        fenced=isa.canonical,
     )

@@ -57,7 +57,7 @@ class SmallBatchTiles(Tiles):
         # of tokens, so all tokens should fit in one.
         max_sums = 20 if isa.registers == 32 else isa.registers * 5 // 8
         is_wide = isa.lanes < 8 or (isa.registers == 32 and matmul.format.quantised and 4 * matmul.tokens <= max_sums)
-        vectors = 1 if isa.canonical and not isa.roomy else 4 if is_wide else 2
+        vectors = 4 if is_wide else 2
         if matmul.format.quantised and vectors * matmul.tokens > max_sums:
             vectors = 1
         max_rows = max_sums // vectors

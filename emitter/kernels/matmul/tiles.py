@@ -17,7 +17,7 @@ Buffers = Mapping[str, Ssa]
 # The letter of each size in a kernel's name.
 LETTERS = {
     "workgroups": "g", "rows": "r", "vectors": "v", "wide": "w", "high": "h", "row_blocks": "b", "depth": "d", "tokens": "t",
-    "together": "b", "chains": "c", "ahead": "a", "unroll": "u", "rest": "e", "few": "f", "direct": "n",
+    "together": "b", "ahead": "a", "unroll": "u", "rest": "e", "few": "f", "direct": "n",
 }  # fmt: skip
 
 

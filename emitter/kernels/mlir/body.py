@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partialmethod
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 CACHE_LINE = 64  # bytes
 STACK_BYTES = 30 << 10  # max bytes of a kernel's stack buffers; most of them should fit in L1
@@ -105,13 +105,12 @@ class Body:
     """A builder of the MLIR body of a kernel function; most methods append an operation.
 
     Arithmetic on Python integers is computed immediately and appends no operation.
-
-    fenced: whether to keep compilers from fusing a multiplication and an addition into an fma,
-        which would change the bits of the result.
     """
 
-    def __init__(self, fenced: bool = False) -> None:
-        self._fenced = fenced
+    # Whether to keep compilers from fusing a multiplication and an addition into an fma, which changes the bits of the result.
+    fenced: ClassVar[bool] = True
+
+    def __init__(self) -> None:
         self._head: list[str] = []
         self._constants: dict[str, Ssa] = {}
         self._lines: list[str] = []
@@ -241,7 +240,7 @@ class Body:
 
     def mulf(self, a: Ssa, b: Ssa) -> Ssa:
         y = self.binary("mulf", a, b)
-        return self.intrinsic("llvm.arithmetic.fence", y.type, y) if self._fenced else y
+        return self.intrinsic("llvm.arithmetic.fence", y.type, y) if self.fenced else y
 
     def bitcast(self, vector: Ssa, width: int, element: str) -> Ssa:
         """Reinterpret the bits of a vector as a vector of `width` elements of type `element`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-CANONICAL_LANES = 16
+# Kernels that add the lanes of a vector use vectors of so many f32 on every CPU, so that the order of additions is the same.
+SUM_LANES = 16
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,6 @@ class Isa:
     dot: instruction for int8 dot products (see `mlir.dot`).
     pairs: instruction for products of bf16 pairs (see `mlir.bf16_pairs`), or "".
     matrix: instruction for matmuls of bf16 blocks (see `mlir.matrix`), or "".
-    canonical: whether kernels give bit-identical results on every CPU. They then add in the same
-        order everywhere, and the compiler must not fuse a multiplication and an addition.
     """
 
     name: str
@@ -27,7 +26,6 @@ class Isa:
     dot: str
     pairs: str = ""
     matrix: str = ""
-    canonical: bool = False
 
     @property
     def roomy(self) -> bool:
@@ -44,13 +42,9 @@ class Isa:
         return replace(self, dot=dot, pairs=self.pairs and "plain", matrix=self.matrix and "plain")
 
     @property
-    def in_canonical_form(self) -> Isa:
-        """Return a copy whose kernels give bit-identical results on every CPU.
-
-        Their vectors always have 16 f32, and take 1, 2 or 4 of the CPU's registers.
-        """
-        registers = self.registers * self.lanes // CANONICAL_LANES
-        return Isa(f"{self.name}_canonical", CANONICAL_LANES, registers, "plain", canonical=True)
+    def sum_registers(self) -> int:
+        """Return the number of vectors of SUM_LANES f32 that fit in the vector registers."""
+        return self.registers * self.lanes // SUM_LANES
 
 
 AVX2 = Isa("avx2", 8, 16, "madd")

@@ -9,6 +9,7 @@ import numpy as np
 
 from castiron.emitter.codecs.fixed_point import MAX_INTEGER, MIN_SCALED
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, largest_width
+from castiron.emitter.kernels.mlir.isa import SUM_LANES
 
 LOG2_E = 1.44269504088896341
 # ln 2 as a sum of two parts. The first has so few bits that its product with a small integer is exact (Cody and Waite).
@@ -102,26 +103,21 @@ def lane_sums(b: Body, vectors: Sequence[Ssa], add: Callable[[Ssa, Ssa], Ssa] | 
     return total
 
 
-def row_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) -> Ssa:
-    """Return the sum of `count` elements as a scalar.
+def row_sum(b: Body, count: int, read: Callable[[Index, int], Ssa]) -> Ssa:
+    """Return the sum of `count` elements as a scalar; the order of additions is the same on every CPU.
 
     read: callback; read(i, width) returns elements i .. i + width - 1 as a vector.
-    lanes: the largest `width` in a call of `read`.
     """
-    width = largest_width(lanes, count)
+    width = largest_width(SUM_LANES, count)
     ways = largest_width(4, count // width)
     with b.loop(0, count, ways * width, carry=[b.splat(0.0, width)] * ways) as loop:
         loop.give(*[b.addf(s, read(b.add(loop.index, i * width), width)) for i, s in enumerate(loop.values)])
     return b.extract(lane_sums(b, [tree(b.addf, loop.results)]), 0)
 
 
-def square_sum(b: Body, count: int, lanes: int, read: Callable[[Index, int], Ssa]) -> Ssa:
-    """Return the sum of squares of `count` elements as a scalar.
-
-    read: callback; read(i, width) returns elements i .. i + width - 1 as a vector.
-    lanes: the largest `width` in a call of `read`.
-    """
-    return row_sum(b, count, lanes, lambda d, width: b.mulf(x := read(d, width), x))
+def square_sum(b: Body, count: int, read: Callable[[Index, int], Ssa]) -> Ssa:
+    """Return the sum of squares of `count` elements as a scalar; see `row_sum`."""
+    return row_sum(b, count, lambda d, width: b.mulf(x := read(d, width), x))
 
 
 def tree(combine: Callable[[Ssa, Ssa], Ssa], parts: Sequence[Ssa]) -> Ssa:
@@ -173,13 +169,12 @@ def lane_max(b: Body, vector: Ssa) -> Ssa:
     return b.extract(vector, 0)
 
 
-def inverse_rms(b: Body, read: Callable[[Index, int], Ssa], count: int, eps: float, lanes: int) -> Ssa:
+def inverse_rms(b: Body, read: Callable[[Index, int], Ssa], count: int, eps: float) -> Ssa:
     """Return 1 / sqrt(mean(x^2) + eps) over `count` elements x, as a scalar.
 
     read: callback; read(i, width) returns elements i .. i + width - 1 as a vector.
-    lanes: the largest `width` in a call of `read`.
     """
-    mean = b.divf(square_sum(b, count, lanes, read), b.f32(count))
+    mean = b.divf(square_sum(b, count, read), b.f32(count))
     return b.divf(b.f32(1.0), b.math("sqrt", b.addf(mean, b.f32(eps))))
 
 

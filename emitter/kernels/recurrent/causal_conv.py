@@ -102,5 +102,4 @@ def causal_conv(
         reference=reference,
         flops=2 * T * n * features,
         nbytes=4 * features * (2 * T + n + 2 * (n - 1) * tokens.sequences),
-        fenced=isa.canonical,
     )

@@ -114,7 +114,6 @@ def gated_delta(
         reference=reference,
         flops=T * heads * k_dim * v_dim * 7,
         nbytes=4 * (2 * tokens.sequences * prod(state_type.shape[1:]) + T * (2 * k_heads * k_dim + 2 * heads * v_dim)),
-        fenced=isa.canonical,
     )
 
 
@@ -182,7 +181,7 @@ class _Head:
 
         def inverse_length(name: str, factor: float) -> Ssa:
             read = lambda d, width: self._read(name, t, d, width)
-            of_one, squares = b.f32(factor), square_sum(b, k_dim, self.isa.lanes, read)
+            of_one, squares = b.f32(factor), square_sum(b, k_dim, read)
             return b.divf(of_one, b.math("sqrt", b.addf(squares, b.f32(LENGTH_EPS))))
 
         alpha, beta = (b.load(self.given[name], t, self.at[name]) for name in ("alpha", "beta"))
@@ -257,7 +256,7 @@ class _Head:
         b, (_, v_dim, width, _) = self.b, self.sizes
         out, first = self.given["out"], self.first
         read = lambda d, width: b.vload(out, width, t, b.add(first, d))
-        scale = b.broadcast(inverse_rms(b, read, v_dim, eps, self.isa.lanes), width)
+        scale = b.broadcast(inverse_rms(b, read, v_dim, eps), width)
         with b.loop(0, v_dim, width) as d:
             value = b.mulf(b.mulf(read(d.index, width), scale), b.vload(self.given["norm"], width, d.index))
             gate = ACTIVATIONS["silu"][0](b, self._read("z", t, d.index, width))

@@ -21,7 +21,7 @@ import numpy as np
 from castiron.emitter.graph.types import F32, TensorType
 from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import Body, Ssa, largest_width
-from castiron.emitter.kernels.mlir.isa import Isa
+from castiron.emitter.kernels.mlir.isa import SUM_LANES, Isa
 from castiron.emitter.kernels.mlir.vector_math import exp, lane_sums
 from castiron.emitter.kernels.recurrent.tokens import Columns, Tokens, single_lane, softplus, zero_padding
 
@@ -50,8 +50,8 @@ def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, C
         "state": state_type,
         "layer": INDEX,
     }
-    width = largest_width(isa.lanes, n)
-    rows = largest_width(min(width, isa.registers // 4), head_dim)
+    width = largest_width(SUM_LANES, n)
+    rows = largest_width(min(width, isa.sum_registers // 4), head_dim)
 
     def write(b: Body, state: Ssa, layer: Ssa, y: Ssa, **given: Ssa) -> None:
         share = tokens.share(b, heads, layer, given)
@@ -113,5 +113,4 @@ def selective_scan(tokens: Tokens, shape: Sequence[int], columns: Mapping[str, C
         reference=reference,
         flops=T * heads * head_dim * n * 5,
         nbytes=4 * (2 * tokens.sequences * prod(state_type.shape[1:]) + 2 * T * (heads * head_dim + groups * n)),
-        fenced=isa.canonical,
     )
