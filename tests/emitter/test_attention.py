@@ -104,6 +104,29 @@ def test_prefill_and_append_match_the_definition(directory, threads, cases):
                 check_append(runner, case, append, start, length)
 
 
+def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(directory, cases):
+    """Tokens in one chunk of keys, in two, and in blocks that a window masks."""
+    runner, kernels = running(cases, "host", 2, directory)
+    for case, (decode, append, prefill) in kernels:
+        for start in (0, 20, 130, CONTEXT - case.tokens):
+            rng = np.random.default_rng(case.seed + start)
+            chunk = {"start": np.int32(start), "length": np.int32(case.tokens)}
+            operands = fill(rng, append, start, **chunk)
+            made = runner(append, **operands)
+            given = {name: operands[name] for name in decode.operands if name in operands}
+            sinks = {"sinks": rng.standard_normal(case.heads).astype(np.float32)} if case.how.sinks else {}
+            together = runner(prefill, **{**chunk, **sinks, **made, "layer": LAYER})["out"]
+            caches = {name: operands[name] for name in ("k_cache", "v_cache")}
+            counters = np.zeros(decode.tensors["counters"].shape, np.int32)
+            for t in range(case.tokens):
+                own = {"qkv": operands["qkv"][t : t + 1], "position": np.int32(start + t), "counters": counters, **caches}
+                one = runner(decode, **{**given, **sinks, **own})
+                caches = {name: one[name] for name in caches}
+                assert np.array_equal(one["out"][0], together[t]), f"{prefill.name} at {start + t}"
+            for name, rows in caches.items():
+                assert np.array_equal(rows, made[name], equal_nan=rows.dtype.kind == "f"), f"{append.name}: {name}"
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_bidirectional_attention_matches_the_definition(directory, threads):
     """It reads keys up to the end of the text or of the window, from the first block of keys on."""

@@ -28,7 +28,7 @@ import numpy as np
 from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.emitter.kernels.attention.heads import HeadLayout, prepared_heads
 from castiron.emitter.kernels.attention.rows import Caches
-from castiron.emitter.kernels.attention.scores import CHUNK, NEVER, Scores, attend, by_position, merge
+from castiron.emitter.kernels.attention.scores import CHUNK, NEVER, Scores, attend, by_position, merged, merging
 from castiron.emitter.kernels.attention.workgroup import Shape, Token, Workgroup
 from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa, Type
@@ -340,11 +340,11 @@ class _Parts:
         with b.loop(0, count, carry=[top, total]) as chunk:
             row = self.row(head, chunk.index)
             maximum, added = (b.broadcast(b.load(self.scratch, b.add(row, n)), width) for n in (self.maxima, self.sums))
-            top, factors = merge(b, chunk.values[0], maximum)
+            top, *factors = merging(b, chunk.values[0], maximum)
             with b.loop(0, self.hd, width) as d:
                 value = b.vload(self.scratch, width, b.add(b.mul(row, self.hd), d.index))
-                b.vstore(factors(b.vload(out, width, *at(d.index)), value), out, *at(d.index))
-            chunk.give(top, factors(chunk.values[1], added))
+                b.vstore(merged(b, b.vload(out, width, *at(d.index)), value, *factors), out, *at(d.index))
+            chunk.give(top, merged(b, chunk.values[1], added, *factors))
         inverse = b.divf(b.splat(1.0, width), chunk.results[1])
         with b.loop(0, self.hd, width) as d:
             b.vstore(b.mulf(b.vload(out, width, *at(d.index)), inverse), out, *at(d.index))

@@ -38,7 +38,7 @@ import numpy as np
 from castiron.emitter.graph.types import F32, I32, TensorType
 from castiron.emitter.kernels.attention.heads import HeadLayout
 from castiron.emitter.kernels.attention.rows import Caches, Rows
-from castiron.emitter.kernels.attention.scores import CHUNK, KEYS, NEVER, Scores, attend, by_position, merge
+from castiron.emitter.kernels.attention.scores import CHUNK, KEYS, NEVER, Scores, attend, by_position, merged, merging
 from castiron.emitter.kernels.kernel import INDEX, Kernel
 from castiron.emitter.kernels.mlir.body import PARTS, STACK_BYTES, Body, Index, Ssa, batches, largest_width
 from castiron.emitter.kernels.mlir.isa import SUM_LANES, Isa
@@ -161,7 +161,7 @@ class _Shape:
         self.leaves = largest_width(SUM_LANES, hd)  # partial sums of a score
         self.converts = cache is not EXACT
         stack = STACK_BYTES - 4 * ROWS[-1] * hd * self.converts
-        per_column = 4 * (hd + KEYS + 8 + max(1, self.leaves // 4) * ROWS[-1])
+        per_column = 4 * (hd + KEYS + 8 + max(1, self.leaves // 2) * ROWS[-1])
         while self.width > 1 and self.width * per_column > stack:
             self.width //= 2
         # Three vectors by four keys need the fewest loads per fma with 16 registers.
@@ -212,7 +212,7 @@ class _Tile:
         self.maxima, self.sums, self.rescale, self.top, self.top_sums = (b.stack(shape.columns) for _ in range(5))
         self.limits, self.tokens, self.offsets = (b.stack(shape.columns, element="i32") for _ in range(3))
         self.lanes = range(0, shape.columns, shape.width)
-        self.parts = b.stack(max(1, shape.leaves // 4), shape.rows, shape.columns)
+        self.parts = b.stack(max(1, shape.leaves // 2), shape.rows, shape.columns)
         if shape.converts:
             self.keys = b.stack(shape.rows, shape.hd)
 
@@ -273,18 +273,18 @@ class _Tile:
             old, top_sums, maxima, sums = (
                 b.vload(rows, shape.width, column) for rows in (self.top, self.top_sums, self.maxima, self.sums)
             )
-            top, factors = merge(b, old, maxima)
+            top, *factors = merging(b, old, maxima)
             b.vstore(top, self.top, column)
-            b.vstore(factors(top_sums, sums), self.top_sums, column)
-            b.vstore(old, self.rescale, column)  # for the values below
+            b.vstore(merged(b, top_sums, sums, *factors), self.top_sums, column)
+            for factor, rows in zip(factors, (self.maxima, self.rescale), strict=True):
+                b.vstore(factor, rows, column)
         with b.loop(0, shape.columns) as c:
             token, offset = self.target(c.index)
-            old, maximum = (b.broadcast(b.load(rows, c.index), shape.out_width) for rows in (self.rescale, self.maxima))
-            _, factors = merge(b, old, maximum)
+            factors = [b.broadcast(b.load(rows, c.index), shape.out_width) for rows in (self.maxima, self.rescale)]
             with b.loop(0, shape.hd, shape.out_width) as d:
                 at = token, b.add(offset, d.index)
                 total, added = (b.vload(rows, shape.out_width, *at) for rows in (self.merged, self.out))
-                b.vstore(factors(total, added), self.merged, *at)
+                b.vstore(merged(b, total, added, *factors), self.merged, *at)
 
     def target(self, c: Index) -> tuple[Ssa, Ssa]:
         b = self.b
@@ -356,16 +356,16 @@ class _Tile:
         key(i, d): returns element d of key i.
         """
         b, shape = self.b, self.shape
-        lanes, parts = shape.leaves, max(1, shape.leaves // 4)
-        zeros = [b.splat(0.0, shape.width)] * (shape.rows * shape.vectors)
+        lanes, parts = shape.leaves, max(1, shape.leaves // 2)
         each = [(i, c) for i in range(shape.rows) for c in self.lanes]
 
         def lane(first: Index) -> list[Ssa]:
-            sums = zeros
+            sums: list[Ssa] = []
             for d in range(0, shape.hd, lanes):
                 at = b.add(first, d)
                 queries = [b.vload(self.q, shape.width, at, c) for c in self.lanes]
-                sums = outer(b, (b.broadcast(key(row, at), shape.width) for row in range(shape.rows)), queries, sums)
+                keys = (b.broadcast(key(row, at), shape.width) for row in range(shape.rows))
+                sums = outer(b, keys, queries, sums) if sums else [b.mulf(k, q) for k in keys for q in queries]
             return sums
 
         def halves(first: Index, step: int) -> list[Ssa]:

@@ -1,6 +1,5 @@
 """How attention scales, soft-caps and masks its scores; a reference of attention in NumPy."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,16 +54,18 @@ class Scores:
         return b.mulf(b.mulf(b.math("tanh", b.divf(scores, cap)), cap), b.splat(LOG2_E, scores.width))
 
 
-def merge(b: Body, top: Ssa, maximum: Ssa) -> tuple[Ssa, Callable[[Ssa, Ssa], Ssa]]:
-    """Emit code that prepares to add the sums of a chunk to those of the chunks before it.
+def merging(b: Body, top: Ssa, maximum: Ssa) -> tuple[Ssa, Ssa, Ssa]:
+    """Return (new max score, factor of the sums before, factor of a chunk's sums), to merge a chunk.
 
     top: max score of the chunks before. maximum: that of the chunk. Both are vectors.
-
-    Returns (the new max score, function (sum of the chunks before, sum of the chunk) -> new sum).
     """
     new = b.maxf(maximum, top)
-    before, own = (exp2(b, b.subf(each, new)) for each in (top, maximum))
-    return new, lambda total, added: b.fma(added, own, b.mulf(total, before))
+    return new, exp2(b, b.subf(top, new)), exp2(b, b.subf(maximum, new))
+
+
+def merged(b: Body, total: Ssa, added: Ssa, before: Ssa, own: Ssa) -> Ssa:
+    """Return the sum of the chunks before and of one more chunk, with the factors of `merging`."""
+    return b.fma(added, own, b.mulf(total, before))
 
 
 def by_position(rows: np.ndarray, end: int) -> np.ndarray:
