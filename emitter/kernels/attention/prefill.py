@@ -77,7 +77,15 @@ def attention_prefill(caches: Caches, T: int, layout: HeadLayout, scores: Scores
     workgroups = min(items, PARTS * threads)
 
     def write(
-        b: Body, q: Ssa, start: Ssa, length: Ssa, k_cache: Ssa, v_cache: Ssa, layer: Ssa, out: Ssa, merged: Ssa,
+        b: Body,
+        q: Ssa,
+        start: Ssa,
+        length: Ssa,
+        k_cache: Ssa,
+        v_cache: Ssa,
+        layer: Ssa,
+        out: Ssa,
+        merged: Ssa,
         sinks: Ssa | None = None,
     ) -> None:
         keys, values = (Rows(b, buffer, caches, hd, shape.out_width) for buffer in (k_cache, v_cache))
@@ -253,7 +261,7 @@ class _Tile:
                 b.vstore(b.splat(NEVER, shape.width), self.top, column)
             b.vstore(b.splat(0.0 if sinks is None else 1.0, shape.width), self.top_sums, column)
 
-    def _clear(self, rows: Ssa, token: Ssa, offset: Index) -> None:
+    def _clear(self, rows: Ssa, token: Index, offset: Index) -> None:
         b, shape = self.b, self.shape
         with b.loop(0, shape.hd, shape.out_width) as d:
             b.vstore(b.splat(0.0, shape.out_width), rows, token, b.add(offset, d.index))
@@ -290,7 +298,7 @@ class _Tile:
         b = self.b
         return b.to_index(b.load(self.tokens, c)), b.to_index(b.load(self.offsets, c))
 
-    def block(self, first: Ssa, end: Ssa) -> None:
+    def block(self, first: Ssa, end: Index) -> None:
         """Emit code that adds a block of keys and their values to the online softmax of the tile.
 
         The block has the positions from `first` to first + KEYS - 1, but ends before position

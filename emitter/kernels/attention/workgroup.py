@@ -261,7 +261,7 @@ class Workgroup:
             for g, m in zip(own_heads, tops, strict=True):
                 b.vstore(exp2(b, b.subf(b.vload(self.scores, lanes, g, j.index), m)), self.scores, g, j.index)
 
-    def add_values(self, head: Ssa, heads: range, d: Index, first: Ssa, count: Index) -> None:
+    def add_values(self, head: Ssa, heads: range, d: Index, first: Index, count: Index) -> None:
         """Emit code that adds weights to the sums, and weight * value to the weighted sums of values.
 
         The code computes only `self.columns` vectors of elements of head_dim, because more do not
