@@ -200,7 +200,7 @@ Steps = Callable[[int], Iterable[int]]
 _SCALED: Steps = lambda value: (value // 2, value * 2)
 _NEXT: Steps = lambda value: (value - 1, value + 1)
 # Steps from a tile field's default value: fields that count registers change by 1, other fields by a factor of 2.
-_STEPS: dict[str, Steps] = {"together": lambda value: (value // 2, *_NEXT(value)), "chains": _NEXT, "rows": _NEXT}
+_STEPS: dict[str, Steps] = {"together": lambda value: (value // 2, *_NEXT(value)), "rows": _NEXT}
 
 
 def neighbours(matmul: Matmul, isa: Isa, threads: int) -> Iterator[Tiles]:

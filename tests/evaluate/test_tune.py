@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from castiron.emitter.kernels.matmul import gemv
+from castiron.emitter.kernels.matmul.gemv import Gemv
 from castiron.emitter.kernels.matmul.selection import default_tiles, kernel_of
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import AVX2
@@ -69,9 +69,9 @@ def searched(bench) -> tuple[dict[str, MatmulSearch], int]:
 
 
 def test_the_fastest_tiles_are_confirmed():
-    gain = lambda tiles: 1.2 if tiles.chains == 3 else 1.1 if tiles.ahead == 32 else 1.0
+    gain = lambda tiles: 1.2 if tiles.together == 3 else 1.1 if tiles.ahead == 32 else 1.0
     found, refused = searched(FakeBench(gain))
-    assert [(each.tiles.chains, each.gain) for each in found.values()] == [(3, 1.2)] * 2 and refused == 0
+    assert [(each.tiles.together, each.gain) for each in found.values()] == [(3, 1.2)] * 2 and refused == 0
     found, _ = searched(FakeBench(gain, confirmed=lambda tiles: 1.02))
     assert all(each.tiles is None and each.gain == 1.0 for each in found.values())
     found, _ = searched(FakeBench(lambda tiles: 1.02))
@@ -79,8 +79,8 @@ def test_the_fastest_tiles_are_confirmed():
 
 
 def test_counts_and_skips_rounds_that_do_not_compile():
-    found, refused = searched(FakeBench(lambda tiles: 1.5, fails=lambda tiles: tiles.chains == 3))
-    assert refused >= 1 and all(each.tiles is not None and each.tiles.chains != 3 for each in found.values())
+    found, refused = searched(FakeBench(lambda tiles: 1.5, fails=lambda tiles: tiles.together == 3))
+    assert refused >= 1 and all(each.tiles is not None and each.tiles.together != 3 for each in found.values())
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +101,15 @@ def no_findings(checkpoint, monkeypatch):
 
 
 @pytest.fixture
-def five_chains_are_faster(monkeypatch):
-    """Report a speed-up of 2 for tiles with 5 chains, of matmuls with a fused norm only."""
+def short_prefetches_are_faster(monkeypatch):
+    """Report a speed-up of 2 for tiles that prefetch 5 records ahead, of matmuls with a fused norm only."""
 
     def gains(bench, tiles, repeats):
-        faster = lambda name, found: "rms" in name and getattr(found, "chains", 0) == 5
+        faster = lambda name, found: "rms" in name and getattr(found, "ahead", 0) == 5
         return {name: (1e-5, 2.0 if faster(name, found) else 0.5) for name, found in tiles.items()}
 
     monkeypatch.setattr(Bench, "gains", gains)
-    monkeypatch.setattr("castiron.pipelines.evaluate.tune._STEPS", {"chains": lambda value: (5,)})
+    monkeypatch.setattr("castiron.pipelines.evaluate.tune._STEPS", {"ahead": lambda value: (5,)})
 
 
 TUNE = ["--verify-widths", "4", "--batch", "2", "--threads", "2"]
@@ -132,11 +132,11 @@ def test_gains_are_measured_for_the_given_functions(checkpoint, tmp_path):
     assert all(0 < seconds < 1 and 0 < gain < 100 for seconds, gain in gains.values())
 
 
-def test_findings_are_stored_and_compiled_in(checkpoint, five_chains_are_faster, tmp_path, capsys):
+def test_findings_are_stored_and_compiled_in(checkpoint, short_prefetches_are_faster, tmp_path, capsys):
     found, err = tune(checkpoint, capsys)
     assert err == "" and found["failed_rounds"] == 0 and found["changed_tokens"] == []
     tuned = {row["name"]: row["tiles"] for row in found["matmuls"] if row["tiles"]}
-    assert tuned and all(tiles["chains"] == 5 for tiles in tuned.values())
+    assert tuned and all(tiles["ahead"] == 5 for tiles in tuned.values())
     assert all(row["function"] == "decode_step" and row["gain"] == 2.0 for row in found["matmuls"] if row["tiles"])
     assert cli.main(["compile", checkpoint, "-o", str(tmp_path / "out"), *TUNE]) == 0
     assert open_bundle(tmp_path / "out").manifest.compile["tuned"] == tuned
@@ -151,14 +151,15 @@ def test_findings_are_stored_and_compiled_in(checkpoint, five_chains_are_faster,
     assert lines[-1].endswith(str(store.store_path()))
 
 
-def test_a_faster_kernel_that_is_wrong_is_dropped(checkpoint, five_chains_are_faster, monkeypatch, capsys):
-    """The sum of five chains omits one here."""
-    right = gemv.tree
+def test_a_faster_kernel_that_is_wrong_is_dropped(checkpoint, short_prefetches_are_faster, monkeypatch, capsys):
+    """With that distance, a sum is another row's here."""
+    right = Gemv._dots
 
-    def wrong(combine, parts):
-        return right(combine, parts[1:] if len(parts) == 5 else parts)
+    def wrong(self, *args):
+        sums = right(self, *args)
+        return [*sums[1:], sums[0]] if self.tiles.ahead == 5 else sums
 
-    monkeypatch.setattr(gemv, "tree", wrong)
+    monkeypatch.setattr(Gemv, "_dots", wrong)
     kernel_of.cache_clear()
     found, err = tune(checkpoint, capsys, "--functions", "verify_4,prefill_8")
     kernel_of.cache_clear()
