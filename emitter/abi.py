@@ -28,12 +28,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-# exact: activations stay f32. canonical: also f32, and every sum has one fixed order, so that the bits do not depend on the
-# machine or on the number of tokens in a call. fast: activations, and perhaps weights, are rounded in calls of several tokens.
-# draft: in calls of one token too, where that is faster; for draft models.
+# exact: activations are not rounded. canonical: nor do bits depend on the CPU or on the number of tokens in a call, which
+# needs slower matmuls of several tokens on AMX, and on x86 CPUs without VNNI. fast: activations, and perhaps weights, are
+# rounded in calls of several tokens. draft: in calls of one token too, where that is faster; for draft models.
 NUMERICS = ("exact", "canonical", "fast", "draft")
-# Those with which every function gives the same bits, on every CPU.
-SAME_BITS = ("canonical",)
 # kernels: castiron's own for CPUs. portable: StableHLO only. gpu: castiron's own for GPUs.
 LOWERINGS = ("kernels", "portable", "gpu")
 # Types to which weights can be converted. A mix, here with the type of most matrices, has several, as in llama.cpp.

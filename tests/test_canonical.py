@@ -1,4 +1,4 @@
-"""With canonical numerics, logits have the same bits in any chunks and batches and on every CPU.
+"""Logits have the same bits in any chunks and batches and on every CPU, with canonical numerics on all.
 
 Every machine that runs these tests must have the hashes of canonical_bits.json. After an intended
 change of the order of sums, `python -m tests.test_canonical` writes them again.
@@ -72,6 +72,21 @@ def test_every_way_and_every_cpu_gives_the_same_bits(way, tmp_path):
         if not missing_features(resolve(target)):
             other = compile_bundle(made, tmp_path / target, target=target, batch=(), verify_widths=(), **options)
             assert digest(check_prompts(other, PROMPT)) == wanted, target
+
+
+# By storage type: targets whose default numerics give these bits, and one whose default does not.
+DEFAULTS = {"f32": (("x86-64-v3", "x86-64-v4"), "sapphirerapids"), "q8_0": (("x86-64-v3-vnni", "x86-64-v4-vnni"), "x86-64-v3")}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_default_has_these_bits_too(way, tmp_path):
+    (options, _), wanted, (targets, other) = WAYS[way], json.loads(HASHES.read_text())[way], DEFAULTS[way]
+    made = checkpoint(tmp_path / "checkpoint")
+    for target in (*targets, other):
+        path = compile_bundle(made, tmp_path / target, target=target, numerics="exact", batch=(), speculate=(), **options)
+        assert open_bundle(path).manifest.has_same_bits == (target != other), target
+        if target != other and not missing_features(resolve(target)):
+            assert digest(check_prompts(path, PROMPT)) == wanted, target
 
 
 # Soft caps and windows; scans and norms of groups; the delta rule and experts; rotary embedding before a norm; norms of rows.

@@ -54,6 +54,7 @@ tests/emitter/test_experts.py::test_a_pair*gemv
 tests/emitter/test_bf16_split.py::*aarch64
 tests/emitter/test_bf16_split.py::*x86-64-v4
 tests/test_canonical.py::test_every_way
+tests/test_canonical.py::test_the_default
 """
 # Families in a second and third shape; what every key of a config changes.
 SHAPES = """

@@ -1,9 +1,10 @@
 """Compute an answer again from its receipt, and compare.
 
 castiron run --receipt, the server's field `receipt` and the Python API write receipts. The bundle
-reads several tokens in a call, so an audit is faster than the generation was. In a bundle of
---numerics canonical, the bits of all logits are compared; in others, only the tokens, because
-calls of several tokens round otherwise. The exit status is 1 if anything differs.
+reads several tokens in a call, so an audit is faster than the generation was. If all functions of
+the bundle give the same bits ("has_same_bits" in the manifest; --numerics canonical makes sure),
+the bits of all logits are compared; otherwise only the tokens. The exit status is 1 if anything
+differs.
 """
 
 import argparse
@@ -58,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
             print(f"differs     {line(each)}")
         if is_equal:
             bits = "the logits have the same bits" if found.compared == "bits" else (
-                "only tokens were compared, because only bundles of --numerics canonical have the same bits in every call"
+                "only tokens were compared, because calls of several tokens round otherwise; compile with --numerics canonical"
             )  # fmt: skip
             print(f"equal       {counted(found.positions, 'token')}: {bits}")
     return 0 if is_equal else 1

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import castiron
 from castiron.emitter.graph.ir import Graph, Module
+from castiron.emitter.kernels.matmul.selection import numerics_of
 from castiron.emitter.kernels.matmul_spec import Matmul
-from castiron.emitter.kernels.mlir.isa import ISAS
+from castiron.emitter.kernels.mlir.isa import ISAS, Isa
 from castiron.emitter.models import read_config
 from castiron.pipelines.checkpoints.adapter import adapter_sha256, open_adapter
 from castiron.pipelines.checkpoints.checkpoint import Checkpoint
@@ -58,6 +59,7 @@ def manifest_of(
         hidden=next((f.outputs[0].shape[-1] for f in module.functions.values() if f.output_names[0] != "argmax"), 0),
         encoder=_encoder(checkpoint, sizes) if sizes else None,
         numerics=options.numerics,
+        has_same_bits=options.lowering == "kernels" and _has_same_bits(module, ISAS[target.isa]),
         lowering=options.lowering,
         weights=options.weights,
         codecs=dict(sorted(Counter(codecs_of(checkpoint, options.weights, options.requantise).values()).items())),
@@ -115,9 +117,19 @@ def _encoder(checkpoint: Checkpoint, sizes: EncoderSizes) -> EncoderConfig:
     )  # fmt: skip
 
 
-def _module_facts(module: Module, options: Options, target: Target, tiles: TileFields, context: int) -> dict:
+def _matmuls(module: Module) -> list[Matmul]:
     kernels = [op.attrs["kernel"] for f in module.functions.values() for op in f.ops if op.kind == "kernel"]
-    matmuls = list(dict.fromkeys(kernel.matmul for kernel in kernels if kernel.matmul))
+    return list(dict.fromkeys(kernel.matmul for kernel in kernels if kernel.matmul))
+
+
+def _has_same_bits(module: Module, isa: Isa) -> bool:
+    # A matmul of two activations outside kernels adds in an order of the compiler's.
+    has_other_matmuls = any(op.kind == "dot_general" for f in module.functions.values() for op in f.ops)
+    return not has_other_matmuls and all(m.numerics == numerics_of(m, isa, "canonical") for m in _matmuls(module))
+
+
+def _module_facts(module: Module, options: Options, target: Target, tiles: TileFields, context: int) -> dict:
+    matmuls = _matmuls(module)
     names = [matmul.name for matmul in matmuls]
     return {
         "work": {name: work_of(function, context) for name, function in module.functions.items()},

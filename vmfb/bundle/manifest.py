@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from castiron.emitter.abi import ROLES, SAME_BITS, Function, Signature, State, functions, ring_rows
+from castiron.emitter.abi import ROLES, Function, Signature, State, functions, ring_rows
 from castiron.vmfb.bundle.json_record import Json, RecordError, from_json, short, to_json
 from castiron.vmfb.targets import Target
 
@@ -160,6 +160,7 @@ class Manifest:
     encoder: None for a model that generates text.
     tool_format: the fields of `text.tool_formats.ToolFormat`.
     known_answer: None for a CPU.
+    has_same_bits: whether all functions give logits with the same bits, on every CPU.
     """
 
     name: str
@@ -187,6 +188,7 @@ class Manifest:
     tool_format: dict | None = None
     known_answer: KnownAnswer | None = None
     original_context: int | None = None
+    has_same_bits: bool = False
     schema: int = SCHEMA
 
     @property
@@ -198,11 +200,6 @@ class Manifest:
     def sha256(self) -> str:
         """Return the hash of manifest.json with `context` set to `max_context`."""
         return hashlib.sha256(dump(replace(self, context=self.max_context))).hexdigest()
-
-    @property
-    def has_same_bits(self) -> bool:
-        """Return whether decode, prefill, verify and batches give logits with the same bits."""
-        return self.numerics in SAME_BITS and not self.target.driver and "custom_module" not in self.compile
 
     def widths(self, role: str) -> tuple[int, ...]:
         """Return the widths of the functions with a role such as "prefill", in ascending order."""

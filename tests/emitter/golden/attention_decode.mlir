@@ -1,58 +1,44 @@
 // castiron emit --kernel attention_decode --shape 4x2x16 --context 64 --isa avx2 --threads 2
-// 1097 lines, sha256 2af6cb90bcb1addc5fd0f6299f3c2e044d6ed93f910b05c77f0cb839aa40b5ce
-                %498:8 = scf.for %489 = %c0 to %c9 step %c9 iter_args(%490 = %c12, %491 = %c12, %492 = %c12, %493 = %c12, %494 = %c12, %495 = %c12, %496 = %c12, %497 = %c12) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
-                  %499 = arith.addi %483, %c8 : index
-                  %500 = arith.addi %483, %c2 : index
-                  %501 = arith.addi %483, %c20 : index
-                  %502 = arith.subi %481, %12 : index
-                  %503 = arith.muli %502, %c4 : index
-                  %504 = arith.divui %489, %c9 : index
-                  %505 = arith.muli %504, %c4 : index
-                  %506 = arith.addi %503, %505 : index
-                  %507 = arith.muli %i0, %c13 : index
-                  %508 = arith.addi %507, %485 : index
-                  %509 = arith.muli %508, %c38 : index
-                  %510 = arith.addi %509, %506 : index
-                  %511 = arith.index_cast %510 : index to i64
-                  %512 = arith.addi %31, %511 : i64
-                  %513 = llvm.inttoptr %512 : i64 to !llvm.ptr
-                  %514 = llvm.load volatile %513 : !llvm.ptr -> i32
-                  %515 = arith.addi %506, %c13 : index
-                  %516 = arith.addi %509, %515 : index
-                  %517 = arith.index_cast %516 : index to i64
-                  %518 = arith.addi %31, %517 : i64
-                  %519 = llvm.inttoptr %518 : i64 to !llvm.ptr
-                  %520 = llvm.load volatile %519 : !llvm.ptr -> i32
-                  %521 = arith.muli %i0, %c13 : index
-                  %522 = arith.addi %521, %483 : index
-                  %523 = arith.muli %522, %c38 : index
-                  %524 = arith.addi %523, %506 : index
-                  %525 = arith.index_cast %524 : index to i64
-                  %526 = arith.addi %33, %525 : i64
-                  %527 = llvm.inttoptr %526 : i64 to !llvm.ptr
-                  %528 = llvm.load volatile %527 : !llvm.ptr -> i32
-                  %529 = arith.addi %506, %c13 : index
-                  %530 = arith.addi %523, %529 : index
-                  %531 = arith.index_cast %530 : index to i64
-                  %532 = arith.addi %33, %531 : i64
-                  %533 = llvm.inttoptr %532 : i64 to !llvm.ptr
-                  %534 = llvm.load volatile %533 : !llvm.ptr -> i32
-                  %535 = vector.load %4[%487, %489] : memref<4x16xf32>, vector<8xf32>
-                  %536 = vector.load %4[%488, %489] : memref<4x16xf32>, vector<8xf32>
-                  %537 = vector.load %m4[%i0, %483, %481, %489] : memref<1x64x2x16xf32>, vector<8xf32>
-// 53 lines more
-                  %591 = math.fma %589, %587, %539 : vector<8xf32>
-                  %592 = arith.addi %489, %c1 : index
-                  %593 = vector.load %m4[%i0, %499, %481, %592] : memref<1x64x2x16xf32>, vector<8xf32>
-                  %594 = math.fma %593, %585, %541 : vector<8xf32>
-                  %595 = math.fma %593, %587, %542 : vector<8xf32>
-                  %596 = arith.addi %489, %c1 : index
-                  %597 = vector.load %m4[%i0, %500, %481, %596] : memref<1x64x2x16xf32>, vector<8xf32>
-                  %598 = math.fma %597, %585, %544 : vector<8xf32>
-                  %599 = math.fma %597, %587, %545 : vector<8xf32>
-                  %600 = arith.addi %489, %c1 : index
-                  %601 = vector.load %m4[%i0, %501, %481, %600] : memref<1x64x2x16xf32>, vector<8xf32>
-                  %602 = math.fma %601, %585, %547 : vector<8xf32>
-                  %603 = math.fma %601, %587, %548 : vector<8xf32>
-                  scf.yield %590, %591, %594, %595, %598, %599, %602, %603 : vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>
-                }
+// 1113 lines, sha256 48685d628f5658e1d210d3fae9570a2c03ad1672b400bc09cb89b8d76d98ee22
+              scf.for %317 = %c0 to %218 step %c9 {
+                %319 = vector.load %6[%216, %317] : memref<4x48xf32>, vector<16xf32>
+                %320 = arith.subf %319, %272 : vector<16xf32>
+                %321 = arith.cmpf ogt, %320, %c22 : vector<16xf32>
+                %322 = arith.select %321, %320, %c22 : vector<16xi1>, vector<16xf32>
+                %323 = arith.addf %322, %c23 : vector<16xf32>
+                %324 = arith.subf %323, %c23 : vector<16xf32>
+                %325 = arith.subf %322, %324 : vector<16xf32>
+                %326 = math.fma %c24, %325, %c25 : vector<16xf32>
+                %327 = math.fma %326, %325, %c26 : vector<16xf32>
+                %328 = math.fma %327, %325, %c27 : vector<16xf32>
+                %329 = math.fma %328, %325, %c28 : vector<16xf32>
+                %330 = math.fma %329, %325, %c29 : vector<16xf32>
+                %331 = math.fma %330, %325, %c30 : vector<16xf32>
+                %332 = vector.bitcast %323 : vector<16xf32> to vector<16xi32>
+                %333 = arith.shli %332, %c31 : vector<16xi32>
+                %334 = arith.addi %333, %c32 : vector<16xi32>
+                %335 = vector.bitcast %334 : vector<16xi32> to vector<16xf32>
+                %336 = arith.mulf %331, %335 : vector<16xf32>
+                %337 = llvm.call_intrinsic "llvm.arithmetic.fence"(%336) : (vector<16xf32>) -> vector<16xf32>
+                vector.store %337, %6[%216, %317] : memref<4x48xf32>, vector<16xf32>
+                %338 = vector.load %6[%217, %317] : memref<4x48xf32>, vector<16xf32>
+                %339 = arith.subf %338, %316 : vector<16xf32>
+                %340 = arith.cmpf ogt, %339, %c22 : vector<16xf32>
+                %341 = arith.select %340, %339, %c22 : vector<16xi1>, vector<16xf32>
+                %342 = arith.addf %341, %c23 : vector<16xf32>
+                %343 = arith.subf %342, %c23 : vector<16xf32>
+                %344 = arith.subf %341, %343 : vector<16xf32>
+                %345 = math.fma %c24, %344, %c25 : vector<16xf32>
+                %346 = math.fma %345, %344, %c26 : vector<16xf32>
+                %347 = math.fma %346, %344, %c27 : vector<16xf32>
+                %348 = math.fma %347, %344, %c28 : vector<16xf32>
+                %349 = math.fma %348, %344, %c29 : vector<16xf32>
+                %350 = math.fma %349, %344, %c30 : vector<16xf32>
+                %351 = vector.bitcast %342 : vector<16xf32> to vector<16xi32>
+                %352 = arith.shli %351, %c31 : vector<16xi32>
+                %353 = arith.addi %352, %c32 : vector<16xi32>
+                %354 = vector.bitcast %353 : vector<16xi32> to vector<16xf32>
+                %355 = arith.mulf %350, %354 : vector<16xf32>
+                %356 = llvm.call_intrinsic "llvm.arithmetic.fence"(%355) : (vector<16xf32>) -> vector<16xf32>
+                vector.store %356, %6[%217, %317] : memref<4x48xf32>, vector<16xf32>
+              }

@@ -1,58 +1,47 @@
 // castiron emit --kernel attention_prefill --shape 4x2x16 --context 64 --tokens 8 --kv-cache-type q8_0 --isa avx2 --threads 2
-// 805 lines, sha256 09f13c4e2c62d9535ed29cb9e0ac4eeac75836df80b3e3f406f7703be0f555da
-                %297:12 = scf.for %284 = %c0 to %c3 step %c7 iter_args(%285 = %187, %286 = %188, %287 = %189, %288 = %190, %289 = %191, %290 = %192, %291 = %193, %292 = %194, %293 = %195, %294 = %196, %295 = %197, %296 = %198) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
-                  %298 = arith.addi %186, %284 : index
-                  %299 = vector.load %1[%298, %c0] : memref<16x16xf32>, vector<8xf32>
-                  %300 = vector.load %1[%298, %c4] : memref<16x16xf32>, vector<8xf32>
-                  %301 = memref.load %9[%c0, %284] : memref<6x16xf32>
-                  %302 = vector.broadcast %301 : f32 to vector<8xf32>
-                  %303 = math.fma %302, %299, %285 : vector<8xf32>
-                  %304 = math.fma %302, %300, %286 : vector<8xf32>
-                  %305 = memref.load %9[%c1, %284] : memref<6x16xf32>
-                  %306 = vector.broadcast %305 : f32 to vector<8xf32>
-                  %307 = math.fma %306, %299, %287 : vector<8xf32>
-                  %308 = math.fma %306, %300, %288 : vector<8xf32>
-                  %309 = memref.load %9[%c2, %284] : memref<6x16xf32>
-                  %310 = vector.broadcast %309 : f32 to vector<8xf32>
-                  %311 = math.fma %310, %299, %289 : vector<8xf32>
-                  %312 = math.fma %310, %300, %290 : vector<8xf32>
-                  %313 = memref.load %9[%c6, %284] : memref<6x16xf32>
-                  %314 = vector.broadcast %313 : f32 to vector<8xf32>
-                  %315 = math.fma %314, %299, %291 : vector<8xf32>
-                  %316 = math.fma %314, %300, %292 : vector<8xf32>
-                  %317 = memref.load %9[%c7, %284] : memref<6x16xf32>
-                  %318 = vector.broadcast %317 : f32 to vector<8xf32>
-                  %319 = math.fma %318, %299, %293 : vector<8xf32>
-                  %320 = math.fma %318, %300, %294 : vector<8xf32>
-                  %321 = memref.load %9[%c8, %284] : memref<6x16xf32>
-                  %322 = vector.broadcast %321 : f32 to vector<8xf32>
-                  %323 = math.fma %322, %299, %295 : vector<8xf32>
-                  %324 = math.fma %322, %300, %296 : vector<8xf32>
-                  %325 = arith.addi %284, %c1 : index
-                  %326 = arith.addi %186, %325 : index
-                  %327 = vector.load %1[%326, %c0] : memref<16x16xf32>, vector<8xf32>
-                  %328 = vector.load %1[%326, %c4] : memref<16x16xf32>, vector<8xf32>
-                  %329 = memref.load %9[%c0, %325] : memref<6x16xf32>
-                  %330 = vector.broadcast %329 : f32 to vector<8xf32>
-                  %331 = math.fma %330, %327, %303 : vector<8xf32>
-                  %332 = math.fma %330, %328, %304 : vector<8xf32>
-                  %333 = memref.load %9[%c1, %325] : memref<6x16xf32>
-                  %334 = vector.broadcast %333 : f32 to vector<8xf32>
-                  %335 = math.fma %334, %327, %307 : vector<8xf32>
-                  %336 = math.fma %334, %328, %308 : vector<8xf32>
-// 59 lines more
-                  %396 = math.fma %394, %384, %368 : vector<8xf32>
-                  %397 = memref.load %9[%c6, %381] : memref<6x16xf32>
-                  %398 = vector.broadcast %397 : f32 to vector<8xf32>
-                  %399 = math.fma %398, %383, %371 : vector<8xf32>
-                  %400 = math.fma %398, %384, %372 : vector<8xf32>
-                  %401 = memref.load %9[%c7, %381] : memref<6x16xf32>
-                  %402 = vector.broadcast %401 : f32 to vector<8xf32>
-                  %403 = math.fma %402, %383, %375 : vector<8xf32>
-                  %404 = math.fma %402, %384, %376 : vector<8xf32>
-                  %405 = memref.load %9[%c8, %381] : memref<6x16xf32>
-                  %406 = vector.broadcast %405 : f32 to vector<8xf32>
-                  %407 = math.fma %406, %383, %379 : vector<8xf32>
-                  %408 = math.fma %406, %384, %380 : vector<8xf32>
-                  scf.yield %387, %388, %391, %392, %395, %396, %399, %400, %403, %404, %407, %408 : vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>
-                }
+// 898 lines, sha256 e1c76071d74732f4b17e285e6d62b4fc15e9767aa6e5c40c8a9f87e99f2238fe
+              %474:2 = scf.for %471 = %c0 to %186 step %c1 iter_args(%472 = %449, %473 = %470) -> (vector<8xf32>, vector<8xf32>) {
+                %475 = vector.load %2[%471, %c0] : memref<48x16xf32>, vector<8xf32>
+                %476 = arith.subf %475, %422#0 : vector<8xf32>
+                %477 = arith.cmpf ogt, %476, %c18 : vector<8xf32>
+                %478 = arith.select %477, %476, %c18 : vector<8xi1>, vector<8xf32>
+                %479 = arith.addf %478, %c19 : vector<8xf32>
+                %480 = arith.subf %479, %c19 : vector<8xf32>
+                %481 = arith.subf %478, %480 : vector<8xf32>
+                %482 = math.fma %c20, %481, %c21 : vector<8xf32>
+                %483 = math.fma %482, %481, %c22 : vector<8xf32>
+                %484 = math.fma %483, %481, %c23 : vector<8xf32>
+                %485 = math.fma %484, %481, %c24 : vector<8xf32>
+                %486 = math.fma %485, %481, %c25 : vector<8xf32>
+                %487 = math.fma %486, %481, %c26 : vector<8xf32>
+                %488 = vector.bitcast %479 : vector<8xf32> to vector<8xi32>
+                %489 = arith.shli %488, %c27 : vector<8xi32>
+                %490 = arith.addi %489, %c28 : vector<8xi32>
+                %491 = vector.bitcast %490 : vector<8xi32> to vector<8xf32>
+                %492 = arith.mulf %487, %491 : vector<8xf32>
+                %493 = llvm.call_intrinsic "llvm.arithmetic.fence"(%492) : (vector<8xf32>) -> vector<8xf32>
+                vector.store %493, %2[%471, %c0] : memref<48x16xf32>, vector<8xf32>
+                %494 = arith.addf %472, %493 : vector<8xf32>
+                %495 = vector.load %2[%471, %c4] : memref<48x16xf32>, vector<8xf32>
+                %496 = arith.subf %495, %422#1 : vector<8xf32>
+                %497 = arith.cmpf ogt, %496, %c18 : vector<8xf32>
+                %498 = arith.select %497, %496, %c18 : vector<8xi1>, vector<8xf32>
+                %499 = arith.addf %498, %c19 : vector<8xf32>
+                %500 = arith.subf %499, %c19 : vector<8xf32>
+                %501 = arith.subf %498, %500 : vector<8xf32>
+                %502 = math.fma %c20, %501, %c21 : vector<8xf32>
+                %503 = math.fma %502, %501, %c22 : vector<8xf32>
+                %504 = math.fma %503, %501, %c23 : vector<8xf32>
+                %505 = math.fma %504, %501, %c24 : vector<8xf32>
+                %506 = math.fma %505, %501, %c25 : vector<8xf32>
+                %507 = math.fma %506, %501, %c26 : vector<8xf32>
+                %508 = vector.bitcast %499 : vector<8xf32> to vector<8xi32>
+                %509 = arith.shli %508, %c27 : vector<8xi32>
+                %510 = arith.addi %509, %c28 : vector<8xi32>
+                %511 = vector.bitcast %510 : vector<8xi32> to vector<8xf32>
+                %512 = arith.mulf %507, %511 : vector<8xf32>
+                %513 = llvm.call_intrinsic "llvm.arithmetic.fence"(%512) : (vector<8xf32>) -> vector<8xf32>
+                vector.store %513, %2[%471, %c4] : memref<48x16xf32>, vector<8xf32>
+                %514 = arith.addf %473, %513 : vector<8xf32>
+                scf.yield %494, %514 : vector<8xf32>, vector<8xf32>
+              }

@@ -1,58 +1,58 @@
 // castiron emit --kernel gated_delta --shape 1x2x16x16 --tokens 4 --isa avx2 --threads 2
-// 368 lines, sha256 4f6dd0939413a45d17a92ef205041d60ee5815780d2ca29ebd13bb341f7e2257
-          %232:2 = scf.for %229 = %c0 to %c3 step %c1 iter_args(%230 = %c21, %231 = %c21) -> (vector<8xf32>, vector<8xf32>) {
-            %233 = arith.addi %8, %229 : index
-            %234 = memref.load %m1[%156, %233] : memref<4x16xf32>
-            %235 = vector.broadcast %234 : f32 to vector<8xf32>
-            %236 = arith.addi %7, %229 : index
-            %237 = memref.load %m0[%156, %236] : memref<4x16xf32>
-            %238 = vector.broadcast %237 : f32 to vector<8xf32>
-            %239 = vector.load %148[%229, %c0] : memref<16x16xf32>, vector<8xf32>
-            %240 = arith.mulf %239, %211 : vector<8xf32>
-            %241 = math.fma %235, %219, %240 : vector<8xf32>
-            vector.store %241, %148[%229, %c0] : memref<16x16xf32>, vector<8xf32>
-            %242 = math.fma %238, %241, %230 : vector<8xf32>
-            %243 = vector.load %148[%229, %c22] : memref<16x16xf32>, vector<8xf32>
-            %244 = arith.mulf %243, %211 : vector<8xf32>
-            %245 = math.fma %235, %228, %244 : vector<8xf32>
-            vector.store %245, %148[%229, %c22] : memref<16x16xf32>, vector<8xf32>
-            %246 = math.fma %238, %245, %231 : vector<8xf32>
-            %247 = arith.addi %229, %c4 : index
-            %248 = arith.addi %8, %247 : index
-            %249 = memref.load %m1[%156, %248] : memref<4x16xf32>
-            %250 = vector.broadcast %249 : f32 to vector<8xf32>
-            %251 = arith.addi %7, %247 : index
-            %252 = memref.load %m0[%156, %251] : memref<4x16xf32>
-            %253 = vector.broadcast %252 : f32 to vector<8xf32>
-            %254 = vector.load %148[%247, %c0] : memref<16x16xf32>, vector<8xf32>
-            %255 = arith.mulf %254, %211 : vector<8xf32>
-            %256 = math.fma %250, %219, %255 : vector<8xf32>
-            vector.store %256, %148[%247, %c0] : memref<16x16xf32>, vector<8xf32>
-            %257 = math.fma %253, %256, %242 : vector<8xf32>
-            %258 = vector.load %148[%247, %c22] : memref<16x16xf32>, vector<8xf32>
-            %259 = arith.mulf %258, %211 : vector<8xf32>
-            %260 = math.fma %250, %228, %259 : vector<8xf32>
-            vector.store %260, %148[%247, %c22] : memref<16x16xf32>, vector<8xf32>
-            %261 = math.fma %253, %260, %246 : vector<8xf32>
-            %262 = arith.addi %229, %c2 : index
-            %263 = arith.addi %8, %262 : index
-            %264 = memref.load %m1[%156, %263] : memref<4x16xf32>
-            %265 = vector.broadcast %264 : f32 to vector<8xf32>
-            %266 = arith.addi %7, %262 : index
-            %267 = memref.load %m0[%156, %266] : memref<4x16xf32>
-// 15 lines more
-            %281 = arith.addi %7, %277 : index
-            %282 = memref.load %m0[%156, %281] : memref<4x16xf32>
-            %283 = vector.broadcast %282 : f32 to vector<8xf32>
-            %284 = vector.load %148[%277, %c0] : memref<16x16xf32>, vector<8xf32>
-            %285 = arith.mulf %284, %211 : vector<8xf32>
-            %286 = math.fma %280, %219, %285 : vector<8xf32>
-            vector.store %286, %148[%277, %c0] : memref<16x16xf32>, vector<8xf32>
-            %287 = math.fma %283, %286, %272 : vector<8xf32>
-            %288 = vector.load %148[%277, %c22] : memref<16x16xf32>, vector<8xf32>
-            %289 = arith.mulf %288, %211 : vector<8xf32>
-            %290 = math.fma %280, %228, %289 : vector<8xf32>
-            vector.store %290, %148[%277, %c22] : memref<16x16xf32>, vector<8xf32>
-            %291 = math.fma %283, %290, %276 : vector<8xf32>
-            scf.yield %287, %291 : vector<8xf32>, vector<8xf32>
+// 388 lines, sha256 ced2d216d393741f08b24f45647c56553ed00395301ed0c898944a483411a9ec
+          %239:2 = scf.for %236 = %c0 to %c3 step %c1 iter_args(%237 = %c26, %238 = %c26) -> (vector<8xf32>, vector<8xf32>) {
+            %240 = arith.addi %8, %236 : index
+            %241 = memref.load %m1[%157, %240] : memref<4x16xf32>
+            %242 = vector.broadcast %241 : f32 to vector<8xf32>
+            %243 = arith.addi %7, %236 : index
+            %244 = memref.load %m0[%157, %243] : memref<4x16xf32>
+            %245 = vector.broadcast %244 : f32 to vector<8xf32>
+            %246 = vector.load %149[%236, %c0] : memref<16x16xf32>, vector<8xf32>
+            %247 = arith.mulf %246, %214 : vector<8xf32>
+            %248 = llvm.call_intrinsic "llvm.arithmetic.fence"(%247) : (vector<8xf32>) -> vector<8xf32>
+            %249 = math.fma %242, %224, %248 : vector<8xf32>
+            vector.store %249, %149[%236, %c0] : memref<16x16xf32>, vector<8xf32>
+            %250 = math.fma %245, %249, %237 : vector<8xf32>
+            %251 = vector.load %149[%236, %c25] : memref<16x16xf32>, vector<8xf32>
+            %252 = arith.mulf %251, %214 : vector<8xf32>
+            %253 = llvm.call_intrinsic "llvm.arithmetic.fence"(%252) : (vector<8xf32>) -> vector<8xf32>
+            %254 = math.fma %242, %235, %253 : vector<8xf32>
+            vector.store %254, %149[%236, %c25] : memref<16x16xf32>, vector<8xf32>
+            %255 = math.fma %245, %254, %238 : vector<8xf32>
+            %256 = arith.addi %236, %c4 : index
+            %257 = arith.addi %8, %256 : index
+            %258 = memref.load %m1[%157, %257] : memref<4x16xf32>
+            %259 = vector.broadcast %258 : f32 to vector<8xf32>
+            %260 = arith.addi %7, %256 : index
+            %261 = memref.load %m0[%157, %260] : memref<4x16xf32>
+            %262 = vector.broadcast %261 : f32 to vector<8xf32>
+            %263 = vector.load %149[%256, %c0] : memref<16x16xf32>, vector<8xf32>
+            %264 = arith.mulf %263, %214 : vector<8xf32>
+            %265 = llvm.call_intrinsic "llvm.arithmetic.fence"(%264) : (vector<8xf32>) -> vector<8xf32>
+            %266 = math.fma %259, %224, %265 : vector<8xf32>
+            vector.store %266, %149[%256, %c0] : memref<16x16xf32>, vector<8xf32>
+            %267 = math.fma %262, %266, %250 : vector<8xf32>
+            %268 = vector.load %149[%256, %c25] : memref<16x16xf32>, vector<8xf32>
+            %269 = arith.mulf %268, %214 : vector<8xf32>
+            %270 = llvm.call_intrinsic "llvm.arithmetic.fence"(%269) : (vector<8xf32>) -> vector<8xf32>
+            %271 = math.fma %259, %235, %270 : vector<8xf32>
+            vector.store %271, %149[%256, %c25] : memref<16x16xf32>, vector<8xf32>
+            %272 = math.fma %262, %271, %255 : vector<8xf32>
+            %273 = arith.addi %236, %c2 : index
+            %274 = arith.addi %8, %273 : index
+// 23 lines more
+            %296 = vector.broadcast %295 : f32 to vector<8xf32>
+            %297 = vector.load %149[%290, %c0] : memref<16x16xf32>, vector<8xf32>
+            %298 = arith.mulf %297, %214 : vector<8xf32>
+            %299 = llvm.call_intrinsic "llvm.arithmetic.fence"(%298) : (vector<8xf32>) -> vector<8xf32>
+            %300 = math.fma %293, %224, %299 : vector<8xf32>
+            vector.store %300, %149[%290, %c0] : memref<16x16xf32>, vector<8xf32>
+            %301 = math.fma %296, %300, %284 : vector<8xf32>
+            %302 = vector.load %149[%290, %c25] : memref<16x16xf32>, vector<8xf32>
+            %303 = arith.mulf %302, %214 : vector<8xf32>
+            %304 = llvm.call_intrinsic "llvm.arithmetic.fence"(%303) : (vector<8xf32>) -> vector<8xf32>
+            %305 = math.fma %293, %235, %304 : vector<8xf32>
+            vector.store %305, %149[%290, %c25] : memref<16x16xf32>, vector<8xf32>
+            %306 = math.fma %296, %305, %289 : vector<8xf32>
+            scf.yield %301, %306 : vector<8xf32>, vector<8xf32>
           }

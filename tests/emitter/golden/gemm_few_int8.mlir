@@ -1,5 +1,5 @@
 // castiron emit --kernel gemm_few --shape 16x64 --codec q5_0 --tokens 2 --numerics fast --isa avx2 --threads 2
-// 286 lines, sha256 29d9d0ca5111ed9b4336f623b6b8bd839f674c964fe8d162df5fd0eccdd721a7
+// 289 lines, sha256 5a4b371060466ffb03fe5ce74438493012d5a734e6313b094e4b3a7dc0b6d5f8
             %19:2 = scf.for %16 = %c0 to %c2 step %c1 iter_args(%17 = %c5, %18 = %c5) -> (vector<8xf32>, vector<8xf32>) {
               %20 = arith.addi %16, %c6 : index
               %21 = arith.divui %20, %c2 : index
@@ -21,38 +21,38 @@
               %31 = vector.bitcast %30 : vector<16xi8> to vector<8xf16>
               %32 = arith.extf %31 : vector<8xf16> to vector<8xf32>
               %33 = arith.mulf %32, %c12 : vector<8xf32>
-              %34 = arith.addi %14, %c1 : index
-              %35 = memref.load %m2[%14, %16] : memref<2x2xi32>
-              %36 = arith.muli %35, %c14 : i32
-              %37 = memref.load %m2[%34, %16] : memref<2x2xi32>
-              %38 = arith.muli %37, %c14 : i32
-              %39 = vector.broadcast %36 : i32 to vector<8xi32>
-              %40 = vector.broadcast %38 : i32 to vector<8xi32>
-              %41 = arith.muli %16, %c4 : index
-              %42 = arith.muli %9, %c15 : index
-              %43 = arith.addi %c15, %42 : index
-              %44 = vector.load %m3[%10, %16, %43] : memref<1x2x352xi8>, vector<32xi8>
-              %45 = vector.bitcast %44 : vector<32xi8> to vector<8xi32>
-              %46 = arith.andi %45, %c16 : vector<8xi32>
-              %47 = arith.muli %9, %c15 : index
-              %48 = arith.addi %c17, %47 : index
-              %49 = vector.load %m3[%10, %16, %48] : memref<1x2x352xi8>, vector<32xi8>
-              %50 = vector.bitcast %49 : vector<32xi8> to vector<8xi32>
-              %51 = arith.shli %50, %c18 : vector<8xi32>
-              %52 = arith.andi %51, %c19 : vector<8xi32>
-// 147 lines more
-              %200 = arith.addi %180, %199 : vector<16xi16>
-              %201 = llvm.call_intrinsic "llvm.x86.avx2.pmadd.wd"(%200, %c25) : (vector<16xi16>, vector<16xi16>) -> vector<8xi32>
-              %202 = arith.addi %123, %201 : vector<8xi32>
-              %203 = arith.sitofp %194 : vector<8xi32> to vector<8xf32>
-              %204 = arith.sitofp %202 : vector<8xi32> to vector<8xf32>
-              %205 = arith.mulf %203, %32 : vector<8xf32>
-              %206 = memref.load %m1[%14, %16] : memref<2x2xf32>
-              %207 = vector.broadcast %206 : f32 to vector<8xf32>
-              %208 = math.fma %205, %207, %17 : vector<8xf32>
-              %209 = arith.mulf %204, %32 : vector<8xf32>
-              %210 = memref.load %m1[%34, %16] : memref<2x2xf32>
-              %211 = vector.broadcast %210 : f32 to vector<8xf32>
-              %212 = math.fma %209, %211, %18 : vector<8xf32>
-              scf.yield %208, %212 : vector<8xf32>, vector<8xf32>
+              %34 = llvm.call_intrinsic "llvm.arithmetic.fence"(%33) : (vector<8xf32>) -> vector<8xf32>
+              %35 = arith.addi %14, %c1 : index
+              %36 = memref.load %m2[%14, %16] : memref<2x2xi32>
+              %37 = arith.muli %36, %c14 : i32
+              %38 = memref.load %m2[%35, %16] : memref<2x2xi32>
+              %39 = arith.muli %38, %c14 : i32
+              %40 = vector.broadcast %37 : i32 to vector<8xi32>
+              %41 = vector.broadcast %39 : i32 to vector<8xi32>
+              %42 = arith.muli %16, %c4 : index
+              %43 = arith.muli %9, %c15 : index
+              %44 = arith.addi %c15, %43 : index
+              %45 = vector.load %m3[%10, %16, %44] : memref<1x2x352xi8>, vector<32xi8>
+              %46 = vector.bitcast %45 : vector<32xi8> to vector<8xi32>
+              %47 = arith.andi %46, %c16 : vector<8xi32>
+              %48 = arith.muli %9, %c15 : index
+              %49 = arith.addi %c17, %48 : index
+              %50 = vector.load %m3[%10, %16, %49] : memref<1x2x352xi8>, vector<32xi8>
+              %51 = vector.bitcast %50 : vector<32xi8> to vector<8xi32>
+              %52 = arith.shli %51, %c18 : vector<8xi32>
+// 150 lines more
+              %203 = arith.addi %124, %202 : vector<8xi32>
+              %204 = arith.sitofp %195 : vector<8xi32> to vector<8xf32>
+              %205 = arith.sitofp %203 : vector<8xi32> to vector<8xf32>
+              %206 = arith.mulf %204, %32 : vector<8xf32>
+              %207 = llvm.call_intrinsic "llvm.arithmetic.fence"(%206) : (vector<8xf32>) -> vector<8xf32>
+              %208 = memref.load %m1[%14, %16] : memref<2x2xf32>
+              %209 = vector.broadcast %208 : f32 to vector<8xf32>
+              %210 = math.fma %207, %209, %17 : vector<8xf32>
+              %211 = arith.mulf %205, %32 : vector<8xf32>
+              %212 = llvm.call_intrinsic "llvm.arithmetic.fence"(%211) : (vector<8xf32>) -> vector<8xf32>
+              %213 = memref.load %m1[%35, %16] : memref<2x2xf32>
+              %214 = vector.broadcast %213 : f32 to vector<8xf32>
+              %215 = math.fma %212, %214, %18 : vector<8xf32>
+              scf.yield %210, %215 : vector<8xf32>, vector<8xf32>
             }

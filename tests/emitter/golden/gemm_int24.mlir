@@ -1,5 +1,5 @@
 // castiron emit --kernel gemm --shape 16x64 --codec q4_1 --tokens 9 --isa avxvnni --threads 2
-// 2006 lines, sha256 f37bc8ea8acada302a8143800875bc18ecc3731a4de8978ee2bd42777653da5b
+// 2024 lines, sha256 76477c382d3995ed2f0843d3d76449ac7258415169d216c32b3c165b441b245f
                 %137:10 = scf.for %126 = %c0 to %c9 step %c1 iter_args(%127 = %116, %128 = %117, %129 = %118, %130 = %119, %131 = %120, %132 = %121, %133 = %122, %134 = %123, %135 = %124, %136 = %125) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
                   %138 = arith.muli %126, %c7 : index
                   %139 = vector.load %2[%126, %105] : memref<2x16xf32>, vector<8xf32>
@@ -40,19 +40,19 @@
                   %174 = memref.load %m0[%145, %154] : memref<9x48xi32>
                   %175 = vector.broadcast %174 : i32 to vector<8xi32>
                   %176 = vector.bitcast %175 : vector<8xi32> to vector<32xi8>
-// 912 lines more
-                  %1089 = memref.load %m1[%146, %148] : memref<9x2xf32>
-                  %1090 = vector.broadcast %1089 : f32 to vector<8xf32>
-                  %1091 = math.fma %1088, %1090, %135 : vector<8xf32>
-                  %1092 = memref.load %m2[%146, %148] : memref<9x2xf32>
-                  %1093 = vector.broadcast %1092 : f32 to vector<8xf32>
-                  %1094 = math.fma %140, %1093, %1091 : vector<8xf32>
-                  %1095 = arith.mulf %1031, %141 : vector<8xf32>
-                  %1096 = memref.load %m1[%146, %148] : memref<9x2xf32>
-                  %1097 = vector.broadcast %1096 : f32 to vector<8xf32>
-                  %1098 = math.fma %1095, %1097, %136 : vector<8xf32>
-                  %1099 = memref.load %m2[%146, %148] : memref<9x2xf32>
-                  %1100 = vector.broadcast %1099 : f32 to vector<8xf32>
-                  %1101 = math.fma %142, %1100, %1098 : vector<8xf32>
-                  scf.yield %1038, %1045, %1052, %1059, %1066, %1073, %1080, %1087, %1094, %1101 : vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>
+// 922 lines more
+                  %1099 = vector.broadcast %1098 : f32 to vector<8xf32>
+                  %1100 = math.fma %1097, %1099, %135 : vector<8xf32>
+                  %1101 = memref.load %m2[%146, %148] : memref<9x2xf32>
+                  %1102 = vector.broadcast %1101 : f32 to vector<8xf32>
+                  %1103 = math.fma %140, %1102, %1100 : vector<8xf32>
+                  %1104 = arith.mulf %1031, %141 : vector<8xf32>
+                  %1105 = llvm.call_intrinsic "llvm.arithmetic.fence"(%1104) : (vector<8xf32>) -> vector<8xf32>
+                  %1106 = memref.load %m1[%146, %148] : memref<9x2xf32>
+                  %1107 = vector.broadcast %1106 : f32 to vector<8xf32>
+                  %1108 = math.fma %1105, %1107, %136 : vector<8xf32>
+                  %1109 = memref.load %m2[%146, %148] : memref<9x2xf32>
+                  %1110 = vector.broadcast %1109 : f32 to vector<8xf32>
+                  %1111 = math.fma %142, %1110, %1108 : vector<8xf32>
+                  scf.yield %1039, %1047, %1055, %1063, %1071, %1079, %1087, %1095, %1103, %1111 : vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>
                 }

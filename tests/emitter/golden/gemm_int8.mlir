@@ -1,5 +1,5 @@
 // castiron emit --kernel gemm --shape 16x64 --codec q4_1 --tokens 9 --numerics fast --isa avx2 --threads 2
-// 1093 lines, sha256 9203fc92296e7245b36af6a8d326eb476b191be083736f4803e2e7ad624b7116
+// 1111 lines, sha256 f3774c95ba7ba5eb409c782d93d155f7dfe9f91bd67ba21a5679f27fbed9df67
                 %137:10 = scf.for %126 = %c0 to %c9 step %c1 iter_args(%127 = %116, %128 = %117, %129 = %118, %130 = %119, %131 = %120, %132 = %121, %133 = %122, %134 = %123, %135 = %124, %136 = %125) -> (vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>) {
                   %138 = arith.muli %126, %c7 : index
                   %139 = vector.load %2[%126, %105] : memref<2x16xf32>, vector<8xf32>
@@ -40,19 +40,19 @@
                   %174 = memref.load %m0[%145, %154] : memref<9x16xi32>
                   %175 = vector.broadcast %174 : i32 to vector<8xi32>
                   %176 = vector.bitcast %175 : vector<8xi32> to vector<32xi8>
-// 416 lines more
-                  %593 = memref.load %m1[%146, %148] : memref<9x2xf32>
-                  %594 = vector.broadcast %593 : f32 to vector<8xf32>
-                  %595 = math.fma %592, %594, %135 : vector<8xf32>
-                  %596 = memref.load %m2[%146, %148] : memref<9x2xf32>
-                  %597 = vector.broadcast %596 : f32 to vector<8xf32>
-                  %598 = math.fma %140, %597, %595 : vector<8xf32>
-                  %599 = arith.mulf %535, %141 : vector<8xf32>
-                  %600 = memref.load %m1[%146, %148] : memref<9x2xf32>
-                  %601 = vector.broadcast %600 : f32 to vector<8xf32>
-                  %602 = math.fma %599, %601, %136 : vector<8xf32>
-                  %603 = memref.load %m2[%146, %148] : memref<9x2xf32>
-                  %604 = vector.broadcast %603 : f32 to vector<8xf32>
-                  %605 = math.fma %142, %604, %602 : vector<8xf32>
-                  scf.yield %542, %549, %556, %563, %570, %577, %584, %591, %598, %605 : vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>
+// 426 lines more
+                  %603 = vector.broadcast %602 : f32 to vector<8xf32>
+                  %604 = math.fma %601, %603, %135 : vector<8xf32>
+                  %605 = memref.load %m2[%146, %148] : memref<9x2xf32>
+                  %606 = vector.broadcast %605 : f32 to vector<8xf32>
+                  %607 = math.fma %140, %606, %604 : vector<8xf32>
+                  %608 = arith.mulf %535, %141 : vector<8xf32>
+                  %609 = llvm.call_intrinsic "llvm.arithmetic.fence"(%608) : (vector<8xf32>) -> vector<8xf32>
+                  %610 = memref.load %m1[%146, %148] : memref<9x2xf32>
+                  %611 = vector.broadcast %610 : f32 to vector<8xf32>
+                  %612 = math.fma %609, %611, %136 : vector<8xf32>
+                  %613 = memref.load %m2[%146, %148] : memref<9x2xf32>
+                  %614 = vector.broadcast %613 : f32 to vector<8xf32>
+                  %615 = math.fma %142, %614, %612 : vector<8xf32>
+                  scf.yield %543, %551, %559, %567, %575, %583, %591, %599, %607, %615 : vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>, vector<8xf32>
                 }

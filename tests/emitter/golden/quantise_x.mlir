@@ -1,5 +1,5 @@
 // castiron emit --kernel quantise_x --shape 64 --codec q4_1 --tokens 2 --isa avx2 --threads 2
-// 183 lines, sha256 da882f6fa18bbf919bd57c0d405689d4b3a427500ec962286ec288f59b984bf0
+// 184 lines, sha256 da359f7c50c39584c439620617224045b591c256ff4b5ea917a651b78d5db493
         scf.for %7 = %c0 to %c2 step %c3 {
           %9 = arith.muli %7, %c4 : index
           %10 = vector.load %m0[%5, %9] : memref<2x64xf32>, vector<8xf32>
@@ -40,19 +40,19 @@
           %45 = math.fma %12, %43, %c11 : vector<8xf32>
           %46 = math.fma %14, %43, %c11 : vector<8xf32>
           %47 = math.fma %16, %43, %c11 : vector<8xf32>
-// 89 lines more
-          %126 = vector.shuffle %125, %125 [0, 2, 4, 6, 1, 3, 5, 7] : vector<8xi8>, vector<8xi8>
-          %127 = vector.bitcast %126 : vector<8xi8> to vector<2xi32>
-          %128 = arith.addi %121, %c2 : index
-          vector.store %127, %m1[%5, %128] : memref<2x48xi32>, vector<2xi32>
-          %129 = arith.trunci %55 : vector<8xi32> to vector<8xi8>
-          %130 = vector.shuffle %129, %129 [0, 2, 4, 6, 1, 3, 5, 7] : vector<8xi8>, vector<8xi8>
-          %131 = vector.bitcast %130 : vector<8xi8> to vector<2xi32>
-          %132 = arith.addi %121, %c1 : index
-          vector.store %131, %m1[%5, %132] : memref<2x48xi32>, vector<2xi32>
-          %133 = arith.trunci %57 : vector<8xi32> to vector<8xi8>
-          %134 = vector.shuffle %133, %133 [0, 2, 4, 6, 1, 3, 5, 7] : vector<8xi8>, vector<8xi8>
-          %135 = vector.bitcast %134 : vector<8xi8> to vector<2xi32>
-          %136 = arith.addi %121, %c14 : index
-          vector.store %135, %m1[%5, %136] : memref<2x48xi32>, vector<2xi32>
+// 90 lines more
+          %127 = vector.shuffle %126, %126 [0, 2, 4, 6, 1, 3, 5, 7] : vector<8xi8>, vector<8xi8>
+          %128 = vector.bitcast %127 : vector<8xi8> to vector<2xi32>
+          %129 = arith.addi %122, %c2 : index
+          vector.store %128, %m1[%5, %129] : memref<2x48xi32>, vector<2xi32>
+          %130 = arith.trunci %55 : vector<8xi32> to vector<8xi8>
+          %131 = vector.shuffle %130, %130 [0, 2, 4, 6, 1, 3, 5, 7] : vector<8xi8>, vector<8xi8>
+          %132 = vector.bitcast %131 : vector<8xi8> to vector<2xi32>
+          %133 = arith.addi %122, %c1 : index
+          vector.store %132, %m1[%5, %133] : memref<2x48xi32>, vector<2xi32>
+          %134 = arith.trunci %57 : vector<8xi32> to vector<8xi8>
+          %135 = vector.shuffle %134, %134 [0, 2, 4, 6, 1, 3, 5, 7] : vector<8xi8>, vector<8xi8>
+          %136 = vector.bitcast %135 : vector<8xi8> to vector<2xi32>
+          %137 = arith.addi %122, %c14 : index
+          vector.store %136, %m1[%5, %137] : memref<2x48xi32>, vector<2xi32>
         }

@@ -1,44 +1,23 @@
 // castiron emit --kernel rope_append --shape 4x2x16 --context 64 --tokens 8 --kv-cache-type q8_0 --isa avx2 --threads 2
-// 165 lines, sha256 661b401077e5f4845ca60a012c317dde9eb938743fe1d99927bb55ddd9a776ef
-            scf.for %82 = %c0 to %c3 step %c3 {
-              %84 = arith.muli %82, %c4 : index
-              %85 = arith.addi %81, %84 : index
-              %86 = vector.load %m0[%10, %85] : memref<8x128xf32>, vector<8xf32>
-              %87 = arith.addi %84, %c2 : index
-              %88 = arith.addi %81, %87 : index
-              %89 = vector.load %m0[%10, %88] : memref<8x128xf32>, vector<8xf32>
-              %90 = math.absf %86 : vector<8xf32>
-              %91 = math.absf %89 : vector<8xf32>
-              %92 = arith.cmpf ogt, %90, %91 : vector<8xf32>
-              %93 = arith.select %92, %90, %91 : vector<8xi1>, vector<8xf32>
-              %94 = vector.shuffle %93, %93 [0, 1, 2, 3] : vector<8xf32>, vector<8xf32>
-              %95 = vector.shuffle %93, %93 [4, 5, 6, 7] : vector<8xf32>, vector<8xf32>
-              %96 = arith.cmpf ogt, %94, %95 : vector<4xf32>
-              %97 = arith.select %96, %94, %95 : vector<4xi1>, vector<4xf32>
-              %98 = vector.shuffle %97, %97 [0, 1] : vector<4xf32>, vector<4xf32>
-              %99 = vector.shuffle %97, %97 [2, 3] : vector<4xf32>, vector<4xf32>
-              %100 = arith.cmpf ogt, %98, %99 : vector<2xf32>
-              %101 = arith.select %100, %98, %99 : vector<2xi1>, vector<2xf32>
-              %102 = vector.shuffle %101, %101 [0] : vector<2xf32>, vector<2xf32>
-              %103 = vector.shuffle %101, %101 [1] : vector<2xf32>, vector<2xf32>
-              %104 = arith.cmpf ogt, %102, %103 : vector<1xf32>
-              %105 = arith.select %104, %102, %103 : vector<1xi1>, vector<1xf32>
-              %106 = vector.extract %105[0] : f32 from vector<1xf32>
-              %107 = arith.cmpf olt, %106, %c8 : f32
-              %108 = arith.divf %c7, %106 : f32
-              %109 = arith.select %107, %c9, %108 : f32
-              %110 = vector.broadcast %109 : f32 to vector<8xf32>
-              %111 = math.fma %86, %110, %c10 : vector<8xf32>
-              %112 = math.fma %89, %110, %c10 : vector<8xf32>
-              %113 = arith.divf %106, %c7 : f32
-              %114 = vector.broadcast %113 : f32 to vector<1xf32>
-              %115 = vector.bitcast %114 : vector<1xf32> to vector<4xi8>
-              vector.store %115, %m6[%i0, %12, %29, %82, %c0] : memref<1x64x2x1x20xi8>, vector<4xi8>
-              %116 = vector.broadcast %113 : f32 to vector<8xf32>
-              %117 = vector.bitcast %111 : vector<8xf32> to vector<8xi32>
-              %118 = arith.trunci %117 : vector<8xi32> to vector<8xi8>
-              vector.store %118, %m6[%i0, %12, %29, %82, %c1] : memref<1x64x2x1x20xi8>, vector<8xi8>
-              %119 = vector.bitcast %112 : vector<8xf32> to vector<8xi32>
-              %120 = arith.trunci %119 : vector<8xi32> to vector<8xi8>
-              vector.store %120, %m6[%i0, %12, %29, %82, %c11] : memref<1x64x2x1x20xi8>, vector<8xi8>
-            }
+// 173 lines, sha256 9eff62dde2d01c5fead630b73525a76f84cbad71571708589fbb0dd16b4dee93
+        scf.for %13 = %c0 to %c1 step %c3 {
+          %15 = arith.muli %13, %c4 : index
+          %16 = vector.load %m1[%12, %c0] : memref<64x8xf32>, vector<8xf32>
+          %17 = vector.load %m2[%12, %c0] : memref<64x8xf32>, vector<8xf32>
+          %18 = vector.load %m0[%10, %15] : memref<8x128xf32>, vector<8xf32>
+          %19 = arith.addi %15, %c2 : index
+          %20 = vector.load %m0[%10, %19] : memref<8x128xf32>, vector<8xf32>
+          %21 = arith.mulf %18, %16 : vector<8xf32>
+          %22 = llvm.call_intrinsic "llvm.arithmetic.fence"(%21) : (vector<8xf32>) -> vector<8xf32>
+          %23 = arith.mulf %20, %17 : vector<8xf32>
+          %24 = llvm.call_intrinsic "llvm.arithmetic.fence"(%23) : (vector<8xf32>) -> vector<8xf32>
+          %25 = arith.subf %22, %24 : vector<8xf32>
+          %26 = arith.mulf %20, %16 : vector<8xf32>
+          %27 = llvm.call_intrinsic "llvm.arithmetic.fence"(%26) : (vector<8xf32>) -> vector<8xf32>
+          %28 = arith.mulf %18, %17 : vector<8xf32>
+          %29 = llvm.call_intrinsic "llvm.arithmetic.fence"(%28) : (vector<8xf32>) -> vector<8xf32>
+          %30 = arith.addf %27, %29 : vector<8xf32>
+          vector.store %25, %m7[%10, %15] : memref<8x64xf32>, vector<8xf32>
+          %31 = arith.addi %15, %c2 : index
+          vector.store %30, %m7[%10, %31] : memref<8x64xf32>, vector<8xf32>
+        }

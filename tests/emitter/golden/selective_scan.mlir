@@ -1,5 +1,5 @@
 // castiron emit --kernel selective_scan --shape 1x2x16x16 --tokens 4 --isa avx2 --threads 2
-// 197 lines, sha256 780084910291a922ae2b5e5a9f1f0c763d1535bbfc5ca64b5c2b06fd9486bab0
+// 185 lines, sha256 94a9fa02be1d18ce6391a95a8ba5107a01c625574d5fe557aeffe05d7686a55f
       scf.for %12 = %c0 to %5 step %c4 {
         %14 = memref.load %m1[%12, %1] : memref<4x2xf32>
         %15 = memref.load %m5[%1] : memref<2xf32>
@@ -20,39 +20,39 @@
         %30 = math.fma %29, %27, %c15 : vector<4xf32>
         %31 = math.fma %30, %27, %c16 : vector<4xf32>
         %32 = arith.mulf %27, %27 : vector<4xf32>
-        %33 = math.fma %32, %31, %27 : vector<4xf32>
-        %34 = arith.addf %33, %c17 : vector<4xf32>
-        %35 = vector.bitcast %24 : vector<4xf32> to vector<4xi32>
-        %36 = arith.shli %35, %c18 : vector<4xi32>
-        %37 = arith.addi %36, %c19 : vector<4xi32>
-        %38 = vector.bitcast %37 : vector<4xi32> to vector<4xf32>
-        %39 = arith.mulf %34, %38 : vector<4xf32>
-        %40 = arith.cmpf ogt, %17, %c5 : vector<4xf32>
-        %41 = arith.select %40, %17, %c5 : vector<4xi1>, vector<4xf32>
-        %42 = math.log1p %39 : vector<4xf32>
-        %43 = arith.addf %41, %42 : vector<4xf32>
-        %44 = memref.load %m4[%1] : memref<2xf32>
-        %45 = vector.broadcast %44 : f32 to vector<4xf32>
-        %46 = arith.mulf %43, %45 : vector<4xf32>
-        %47 = arith.cmpf ogt, %46, %c6 : vector<4xf32>
-        %48 = arith.select %47, %46, %c6 : vector<4xi1>, vector<4xf32>
-        %49 = arith.cmpf olt, %48, %c7 : vector<4xf32>
-        %50 = arith.select %49, %48, %c7 : vector<4xi1>, vector<4xf32>
-        %51 = math.fma %50, %c8, %c9 : vector<4xf32>
-        %52 = arith.subf %51, %c9 : vector<4xf32>
-// 6 lines more
-        %59 = arith.mulf %54, %54 : vector<4xf32>
-        %60 = math.fma %59, %58, %54 : vector<4xf32>
-        %61 = arith.addf %60, %c17 : vector<4xf32>
-        %62 = vector.bitcast %51 : vector<4xf32> to vector<4xi32>
-        %63 = arith.shli %62, %c18 : vector<4xi32>
-        %64 = arith.addi %63, %c19 : vector<4xi32>
-        %65 = vector.bitcast %64 : vector<4xi32> to vector<4xf32>
-        %66 = arith.mulf %61, %65 : vector<4xf32>
-        %67 = vector.extract %43[0] : f32 from vector<4xf32>
-        %68 = arith.subi %12, %c0 : index
-        memref.store %67, %10[%c0, %68] : memref<2x4xf32>
-        %69 = vector.extract %66[0] : f32 from vector<4xf32>
-        %70 = arith.subi %12, %c0 : index
-        memref.store %69, %10[%c4, %70] : memref<2x4xf32>
+        %33 = llvm.call_intrinsic "llvm.arithmetic.fence"(%32) : (vector<4xf32>) -> vector<4xf32>
+        %34 = math.fma %33, %31, %27 : vector<4xf32>
+        %35 = arith.addf %34, %c17 : vector<4xf32>
+        %36 = vector.bitcast %24 : vector<4xf32> to vector<4xi32>
+        %37 = arith.shli %36, %c18 : vector<4xi32>
+        %38 = arith.addi %37, %c19 : vector<4xi32>
+        %39 = vector.bitcast %38 : vector<4xi32> to vector<4xf32>
+        %40 = arith.mulf %35, %39 : vector<4xf32>
+        %41 = llvm.call_intrinsic "llvm.arithmetic.fence"(%40) : (vector<4xf32>) -> vector<4xf32>
+        %42 = arith.cmpf ogt, %17, %c5 : vector<4xf32>
+        %43 = arith.select %42, %17, %c5 : vector<4xi1>, vector<4xf32>
+        %44 = math.log1p %41 : vector<4xf32>
+        %45 = arith.addf %43, %44 : vector<4xf32>
+        %46 = memref.load %m4[%1] : memref<2xf32>
+        %47 = vector.broadcast %46 : f32 to vector<4xf32>
+        %48 = arith.mulf %45, %47 : vector<4xf32>
+        %49 = llvm.call_intrinsic "llvm.arithmetic.fence"(%48) : (vector<4xf32>) -> vector<4xf32>
+        %50 = arith.cmpf ogt, %49, %c6 : vector<4xf32>
+        %51 = arith.select %50, %49, %c6 : vector<4xi1>, vector<4xf32>
+        %52 = arith.cmpf olt, %51, %c7 : vector<4xf32>
+// 11 lines more
+        %64 = math.fma %63, %61, %57 : vector<4xf32>
+        %65 = arith.addf %64, %c17 : vector<4xf32>
+        %66 = vector.bitcast %54 : vector<4xf32> to vector<4xi32>
+        %67 = arith.shli %66, %c18 : vector<4xi32>
+        %68 = arith.addi %67, %c19 : vector<4xi32>
+        %69 = vector.bitcast %68 : vector<4xi32> to vector<4xf32>
+        %70 = arith.mulf %65, %69 : vector<4xf32>
+        %71 = llvm.call_intrinsic "llvm.arithmetic.fence"(%70) : (vector<4xf32>) -> vector<4xf32>
+        %72 = vector.extract %45[0] : f32 from vector<4xf32>
+        %73 = arith.subi %12, %c0 : index
+        memref.store %72, %10[%c0, %73] : memref<2x4xf32>
+        %74 = vector.extract %71[0] : f32 from vector<4xf32>
+        %75 = arith.subi %12, %c0 : index
+        memref.store %74, %10[%c4, %75] : memref<2x4xf32>
       }
