@@ -83,7 +83,7 @@ def test_the_default_has_these_bits_too(way, tmp_path):
     (options, _), wanted, (targets, other) = WAYS[way], json.loads(HASHES.read_text())[way], DEFAULTS[way]
     made = checkpoint(tmp_path / "checkpoint")
     for target in (*targets, other):
-        path = compile_bundle(made, tmp_path / target, target=target, numerics="exact", batch=(), speculate=(), **options)
+        path = compile_bundle(made, tmp_path / target, target=target, numerics="exact", batch=(), verify_widths=(), **options)
         assert open_bundle(path).manifest.has_same_bits == (target != other), target
         if target != other and not missing_features(resolve(target)):
             assert digest(check_prompts(path, PROMPT)) == wanted, target
