@@ -36,12 +36,12 @@ CHOSEN = {
         Case(Matmul("q1_0", 1, 530, 45056, rms_eps=1e-5), GemvTiles(together=1, workgroups=1)),
         # tables of sums of x in parts, with all kinds of groups, and an odd number of row blocks
         Case(Matmul("q2_0", 1, 40, 16384, glu="silu")),
-        Case(Matmul("q2_k", 1, 40, 16384, bias=True), GemvTiles(together=1, chains=3)),
+        Case(Matmul("q2_k", 1, 40, 16384, bias=True), GemvTiles(together=1)),
         Case(Matmul("q3_k", 1, 40, 10240, rms_eps=1e-5)),
-        Case(Matmul("tq1_0", 1, 250, 16384, residual=True), GemvTiles(together=4, chains=1, workgroups=3)),
+        Case(Matmul("tq1_0", 1, 250, 16384, residual=True), GemvTiles(together=4, workgroups=3)),
         # several workgroups with unequal shares
         Case(Matmul("q8_0", 1, 1000, 256, rms_eps=1e-5, bias=True, residual=True, glu="silu")),
-        Case(Matmul("q4_0", 1, 300, 96), GemvTiles(workgroups=7, chains=3, ahead=2)),
+        Case(Matmul("q4_0", 1, 300, 96), GemvTiles(workgroups=7, ahead=2)),
         # activations away from zero, where every term counts
         *(Case(Matmul("f32", 1, 48, 3000, glu=activation)) for activation in ACTIVATIONS),
     ],
