@@ -108,7 +108,7 @@ def test_shares_cover_all_items_and_the_larger_ones_come_first(count, workgroups
 
 GEMV, GEMM = GemvTiles(workgroups=2), GemmTiles(rows=6, wide=1, row_blocks=1, depth=64, tokens=12)
 MISFITS = [
-    *((1, 64, replace(GEMV, **change)) for change in ({"workgroups": 0}, {"together": 0}, {"chains": -1}, {"unroll": 2.0})),
+    *((1, 64, replace(GEMV, **change)) for change in ({"workgroups": 0}, {"together": 0}, {"ahead": -1}, {"unroll": 2.0})),
     *((4, 64, tiles) for tiles in (SmallBatchTiles(5, 2), SmallBatchTiles(0, 2), SmallBatchTiles(4, 2, workgroups=0))),
     *((12, 48, replace(GEMM, **change)) for change in ({"depth": 48}, {"tokens": 13}, {"wide": 2}, {"row_blocks": 2})),
     *((12, 48, replace(GEMM, **change)) for change in ({"depth": 512}, {"rows": 0}, {"unroll": 0})),
