@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 
 import pytest
 
@@ -49,6 +50,7 @@ CASES = [
     ("<https://x.org/> <mail>", f'<p><a {LINK} href="https://x.org/">https://x.org/</a> &lt;mail&gt;</p>'),
     ("[https://x.org](https://y.org)", f'<p><a {LINK} href="https://y.org">https://x.org</a></p>'),
     ("a\r\nb<br>c", "<p>a<br>b<br>c</p>"),
+    ("&lt;b&gt; &#60; &#x27;&nbsp;&bogus;", "<p>&lt;b&gt; &lt; '&nbsp;&amp;bogus;</p>"),
 ]  # fmt: skip
 
 # The only elements that hostile text may become.
@@ -141,3 +143,34 @@ def test_long_and_deep_markdown_is_fast(page):
         " return [text, Math.round(performance.now() - start), deepest]; })"
     )
     assert [one for one in times if one[1] > 10_000 or one[2] > 60] == [], times
+
+
+BITS = [
+    "a", "b ", "*", "**", "_", "`", "``", "\n", "\n\n", "- ", "1. ", "> ", "# ", "  ", "    ", "```\n", "|", "|-|-|\n", "|a|b|\n",
+    "[x](https://x.org)", "https://y.org ", "~~", "\\", "<b>", "&amp;", "<br>", "---\n", "[ ] ", "2) ", "![p](https://p.org/i.png)",
+    "===\n", "\t",
+]  # fmt: skip
+# marked's own HTML, with the tags that the page uses, and the page's elements, both without attributes of links and spaces.
+AS_MARKED = r"""
+Promise.all([import('/page/markdown.js'), import('/page/vendor/marked.esm.js')]).then(([{ options }, { Lexer, Parser }]) => {
+  const plain = html => html.replace(/<a [^>]*>/g, '<a>').replace(/\s*\n\s*/g, '').replace(/ +/g, ' ');
+  window.theirs = text => plain(Parser.parse(new Lexer(options).lex(text), options)
+    .replace(/&#39;/g, "'").replace(/&quot;/g, '"').replace(/<(\/?)del>/g, '<$1s>').replace(/ align="(\w+)"/g, ' class="$1"')
+    .replace(/<pre><code[^>]*>([^]*?)<\/code><\/pre>/g, (_, code) => `<pre>${code.replace(/\n$/, '')}</pre>`)
+    .replace(/<img [^>]*alt="([^"]*)"[^>]*>/g, '<a>$1</a>').replace(/<input [^>]*> ?/g, '☐ '));
+  window.ours = text => {
+    const into = made(text, []), html = bare(into);
+    return plain(html.replace(/<tbody><\/tbody>/g, ''));
+  };
+})"""
+
+
+def test_the_elements_are_those_of_marked(page):
+    """Texts of random parts: their elements are marked's, also if they come in pieces."""
+    browser, _ = page
+    browser.run(AS_MARKED)
+    drawn = random.Random(0)
+    texts = json.dumps(["".join(drawn.choices(BITS, k=drawn.randint(2, 25))) for _ in range(100)])
+    assert browser.run(f"{texts}.map(text => [text, ours(text), theirs(text)]).filter(([_, a, b]) => a !== b)") == []
+    cuts = "Array.from(text, (_, i) => i).filter(i => i % 3)"
+    assert browser.run(f"{texts}.filter(text => made(text, {cuts}).innerHTML !== made(text, []).innerHTML)") == []

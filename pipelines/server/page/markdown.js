@@ -18,6 +18,10 @@ DOMPurify.setConfig({
   ADD_URI_SAFE_ATTR: ["target", "rel", "start", "tabindex", "type"],
 });
 
+const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
+const decoded = text => text.replace(/&(?:#(\d{1,6})|#x([\da-f]{1,5})|(amp|lt|gt|quot|apos|nbsp));/gi,
+  (_, decimal, hex, name) => (name ? ENTITIES[name.toLowerCase()] : String.fromCodePoint(decimal ?? parseInt(hex, 16))));
+
 let depth = 0;
 const nested = name => function nested(source) {
   if (depth === DEEPEST) return undefined;
@@ -25,7 +29,7 @@ const nested = name => function nested(source) {
   try { return Tokenizer.prototype[name].call(this, source); } finally { depth--; }
 };
 // HTML and definitions of links stay text; definitions would change blocks that are shown already.
-const options = new Marked({ breaks: true, tokenizer: {
+export const options = new Marked({ breaks: true, tokenizer: {
   html() {}, def() {}, blockquote: nested("blockquote"), list: nested("list"),
   tag(source) {
     const [raw] = /^<br ?\/?>/.exec(source) ?? [];
@@ -59,7 +63,7 @@ function node(token, loose) {
     case "table": return h("div", { class: "table", tabindex: "0", role: "region", "aria-label": "Table" }, h("table", {},
       h("thead", {}, row("th", token.header)), h("tbody", {}, ...token.rows.map(cells => row("td", cells)))));
     case "text":
-      if (!token.tokens) return token.text;
+      if (!token.tokens) return decoded(token.text);
       return loose ? h("p", {}, ...nodes(token.tokens)) : nodes(token.tokens);
     default: return TAGS[token.type] ? h(TAGS[token.type], {}, ...nodes(token.tokens)) : token.text ?? token.raw;
   }
