@@ -73,12 +73,7 @@ class DecodeTokens:
         return {"position": TensorType((self.count,) if self.kind == "batch" else (), I32)}
 
     def position(self, b: Body, given: Mapping[str, Ssa], row: Index) -> tuple[Ssa, Ssa | None]:
-        """Emit code that computes the position of the token in row `row` of qkv.
-
-        Returns (position, idle). idle is an i1: whether the row has no token to compute. It is None
-        for the kind "one", whose row is never idle.
-        given: memrefs of the kernel's operands, by name.
-        """
+        """Emit code that computes the position of the token in row `row` of qkv."""
         if self.kind == "one":
             return b.to_index(b.load(given["position"])), None
         if self.kind == "batch":
@@ -104,10 +99,7 @@ class DecodeTokens:
             yield from ((i, i, np.array([at])) for i, at in enumerate(given["position"].tolist()) if at >= 0)
 
     def item(self, b: Body, units: int) -> tuple[Index, Index]:
-        """Return this workgroup's row of qkv, and its index among the workgroups of that row.
-
-        units: number of workgroups of a row. The index is from 0 to units - 1.
-        """
+        """Return this workgroup's row of qkv, and its index among the workgroups of that row."""
         unit = b.workgroup()
         return (0, unit) if self.kind == "one" else (b.div(unit, units), b.rem(unit, units))
 
@@ -116,10 +108,6 @@ class DecodeTokens:
 
         In a batch, this dimension has all layers of the first sequence, then all layers of the
         second, and so on; otherwise the index is `layer`.
-
-        layer: index of the layer in one sequence.
-        row: row of the token in qkv; in a batch, this is also the index of its sequence.
-        layers: size of dimension 0.
         """
         return b.add(b.mul(row, layers // self.count), layer) if self.kind == "batch" else layer
 

@@ -225,15 +225,7 @@ class _Tile:
             self.keys = b.stack(shape.rows, shape.hd)
 
     def begin(self, column: Index, head: Index, q: Ssa, start: Index, real: Index, sinks: Ssa | None) -> None:
-        """Emit code that starts a tile: it stores the queries on the stack, scaled and transposed.
-
-        column: number of the tile's first (token, query head) pair, where the pairs of a kv head
-            are numbered token by token.
-        head: index of the kv head.
-        q, sinks: memrefs of the kernel's operands.
-        start: position of the first token of the chunk.
-        real: number of tokens that are not padding.
-        """
+        """Emit code that starts a tile: it stores the queries on the stack, scaled and transposed."""
         b, shape = self.b, self.shape
         self.column, self.head, self.token = column, head, b.div(column, self.group)
         last = b.sub(b.add(start, real), 1)
@@ -299,11 +291,7 @@ class _Tile:
         return b.to_index(b.load(self.tokens, c)), b.to_index(b.load(self.offsets, c))
 
     def block(self, first: Ssa, end: Index) -> None:
-        """Emit code that adds a block of keys and their values to the online softmax of the tile.
-
-        The block has the positions from `first` to first + KEYS - 1, but ends before position
-        `end`.
-        """
+        """Emit code that adds a block of keys and their values to the online softmax of the tile."""
         b, shape = self.b, self.shape
         count = b.min(b.sub(end, first), KEYS)
         last = b.sub(end, 1)
@@ -314,14 +302,7 @@ class _Tile:
             self.add_values(c.index, d.index, first, count)
 
     def score_rows(self, first: Index, last: Index, j: Index) -> None:
-        """Emit code that computes the scores of `shape.rows` keys with all queries of the tile.
-
-        The scores are stored in `self.scores`, a row for each key. Masked scores are NEVER, -1e30.
-
-        first: position of the first of these keys. The others follow it.
-        last: last position that the tile attends to.
-        j: row of the first key in `self.scores`.
-        """
+        """Emit code that computes the scores of `shape.rows` keys with all queries of the tile."""
         b, shape = self.b, self.shape
         rows = [b.min(b.add(first, i), last) for i in range(shape.rows)]
         following = [b.min(b.add(first, shape.rows + i), last) for i in range(shape.rows)]
@@ -357,12 +338,7 @@ class _Tile:
                 b.vstore(b.select(seen, score, never), self.scores, b.add(j, i), c)
 
     def dots(self, key: Callable[[int, Index], Ssa]) -> list[Ssa]:
-        """Emit code that computes the dot products of `shape.rows` keys and all queries of the tile.
-
-        Returns vectors, which have a lane for each query: first those of the first key.
-
-        key(i, d): returns element d of key i.
-        """
+        """Emit code that computes the dot products of `shape.rows` keys and all queries of the tile."""
         b, shape = self.b, self.shape
         lanes, parts = shape.leaves, max(1, shape.leaves // 2)
         each = [(i, c) for i in range(shape.rows) for c in self.lanes]
@@ -420,15 +396,7 @@ class _Tile:
             b.vstore(total, self.sums, c)
 
     def add_values(self, column: Index, d: Index, first: Index, count: Index) -> None:
-        """Emit code that computes out = rescale * out + weights @ values for a part of the tile.
-
-        rescale and the softmax weights are on the stack. rescale has a factor for each column,
-        which adapts the result so far to a new maximum score.
-
-        column, d: where the part begins: column of the tile, and element of head_dim. Its size is
-            `shape.out_columns` columns, and `shape.out_vectors` vectors of each.
-        first, count: the values are those of positions first .. first + count - 1 in the cache.
-        """
+        """Emit code that computes out = rescale * out + weights @ values for a part of the tile."""
         b, shape = self.b, self.shape
         width = shape.out_width
         columns = [b.add(column, i) for i in range(shape.out_columns)]

@@ -87,7 +87,6 @@ class Rows:
     ) -> None:
         """Emit code that stores a key or value in the cache, one vector after the other.
 
-        at: (layer, position, kv head).
         read(d): returns the f32 vector to store for the elements from index d on.
         on_store(d, x): called after the code that stores the vector from index d on has been
             emitted. x is this vector as a read from the cache gives it: rounded to the cache's
@@ -113,10 +112,7 @@ class Rows:
                     on_store(b.add(first, k), b.mulf(numbers_of(b, x), factor))
 
     def prefetch(self, at: Sequence[Index], near: bool = True) -> None:
-        """Emit prefetches of one row of the cache, into the L1 cache if `near`, else into L2.
-
-        at: (layer, position, kv head) of the row.
-        """
+        """Emit prefetches of one row of the cache, into the L1 cache if `near`, else into L2."""
         per_line, at = 8 * CACHE_LINE // self.cache.dtype.bits, self.indices(at)
         offsets: list[tuple[int, ...]] = [(d,) for d in range(0, self.head_dim, per_line)]
         if self.cache.grouped:
@@ -127,9 +123,6 @@ class Rows:
     def part(self, at: Sequence[Index], first: Index, size: int) -> Callable[[int], Ssa]:
         """Return a function load(offset), which emits a load of one f32 vector of a row.
 
-        The vector has the elements of the row from index first + offset on.
-
-        at: (layer, position, kv head) of the row.
         first: a multiple of `size`.
         size: `load` may only load elements first .. first + size - 1. In a q8_0 cache, groups of
             elements share a scale. Then these elements must be complete groups, or all of them in

@@ -98,10 +98,7 @@ class Workgroup:
         self.values = b.stack(own_heads, self.hd)
 
     def begin(self, token: Token, first: Index, end: Index) -> None:
-        """Emit code that stores the token's queries on the stack, normalised, rotated and scaled.
-
-        first, end: the workgroup computes kv heads first .. end - 1.
-        """
+        """Emit code that stores the token's queries on the stack, normalised, rotated and scaled."""
         b, hd = self.b, self.hd
         self.token, self.first, self.end = token, first, end
         self.qkv, *buffers = (token.given[name] for name in ("qkv", "k_cache", "v_cache"))
@@ -129,10 +126,7 @@ class Workgroup:
             self.cached_keys.append(at, lambda d: b.vload(key, self.width, 0, d))
 
     def attend(self, start: Index, end: Index, ahead: bool) -> None:
-        """Emit code that computes attention to positions start .. end - 1 of the caches, in one chunk.
-
-        ahead: whether the code also prefetches the rows of the caches that it needs next.
-        """
+        """Emit code that computes attention to positions start .. end - 1 of the caches, in one chunk."""
         b = self.b
         with b.loop(0, b.mul(b.sub(self.end, self.first), self.group)) as g:
             b.store(b.f32(NEVER), self.maxima, g.index)
@@ -165,17 +159,7 @@ class Workgroup:
         return [self.b.add(low, g) for g in heads]
 
     def touch(self, base: Ssa, row: Index, at: Index, lines: range) -> None:
-        """Emit code that prefetches cache lines of a KV cache by loading one word of each.
-
-        At each position, the rows of all kv heads are adjacent in memory, but this workgroup needs
-        only some of these heads. Offsets are counted as if only the rows of these heads were in
-        memory.
-
-        base: address of the KV cache.
-        row: index of a position in the cache, from which offsets are counted.
-        at: offset of cache line 0 from there, in bytes.
-        lines: indices of the cache lines to load.
-        """
+        """Emit code that prefetches cache lines of a KV cache by loading one word of each."""
         b, row_bytes = self.b, self.row_bytes
         segment, size = self.shape.per * row_bytes, self.layout.kv_heads * row_bytes
         start = b.mul(b.add(b.mul(self.token.layer, self.caches.positions), row), size)
@@ -190,13 +174,6 @@ class Workgroup:
 
         The scores are stored in `self.scores` [query heads of the workgroup, positions of the
         tile].
-
-        head: index of the kv head.
-        row: the first position.
-        j: index of this position in the tile.
-        rows: number of positions.
-        ahead: whether the code also prefetches the values of these positions and the keys of the
-            next ones.
         """
         b, shape = self.b, self.shape
         near, following = row, b.add(row, rows)
@@ -236,13 +213,7 @@ class Workgroup:
                 b.vstore(self.how.capped(b, lane_sums(b, loop.results[i::count])), self.scores, g, j)
 
     def softmax(self, head: Ssa, heads: range, blocks: Index) -> None:
-        """Emit code that replaces the scores of a block by weights, 2^(score - maximum).
-
-        The code first raises the maximum to the new scores, and scales the sum of weights down.
-
-        head, heads: the kv head and some of its query heads, see the class.
-        blocks: number of vectors of scores in the block.
-        """
+        """Emit code that replaces the scores of a block by weights, 2^(score - maximum)."""
         b, lanes = self.b, SUM_LANES
         own_heads = self.own_heads(head, heads)
         high = b.mul(blocks, lanes)
@@ -267,10 +238,6 @@ class Workgroup:
         The code computes only `self.columns` vectors of elements of head_dim, because more do not
         fit into registers. It computes the same sums of weights for each of them, which costs less
         than a loop of its own.
-
-        head, heads: the kv head and some of its query heads, see the class.
-        d: index of the first of these elements.
-        first, count: the first position, and the number of positions.
         """
         b, width = self.b, self.width
         own_heads = self.own_heads(head, heads)

@@ -202,14 +202,7 @@ class Grouped(Gemm):
             b.store(b.binary("addi", b.load(self.counts, expert), one), self.counts, expert)
 
     def _gather(self, expert: Index, first: Index, real: Index) -> None:
-        """Emit code that writes a list of an expert's (token, expert) pairs to `self.pairs`.
-
-        The list has the indices of up to `tiles.tokens` pairs, in ascending order.
-
-        expert: index of the expert.
-        first: number of the expert's first pairs to skip.
-        real: pairs from this index on are padding.
-        """
+        """Emit code that writes a list of an expert's (token, expert) pairs to `self.pairs`."""
         b = self.b
         with b.loop(0, real, carry=[b.index(0)]) as pair:
             number = pair.values[0]
@@ -243,15 +236,7 @@ class Grouped(Gemm):
                     self._direct_tile(sides, full, size)
 
     def _direct_tile(self, sides: Sequence[tuple[Index, int, Index]], token: Index, rows: int) -> None:
-        """Emit code that multiplies a few (token, expert) pairs by some rows of the weight.
-
-        The code decodes the weights in registers, and stores the dot products in `self.sums`.
-
-        sides: one triple (block, v, column) for each vector of weight rows. The vector has rows
-            v * lanes .. v * lanes + lanes - 1 of the 16-row block `block`, and its dot products are
-            stored from column `column` of `self.sums` on.
-        token, rows: the pairs are elements token .. token + rows - 1 of the list `self.pairs`.
-        """
+        """Emit code that multiplies a few (token, expert) pairs by some rows of the weight."""
         b, lanes, unit = self.b, self.lanes, units(self.matmul.codec)
         x_row = self._x_rows(token, rows)
         full, rest = divmod(self.in_features, unit)

@@ -106,15 +106,7 @@ class Gemm:
             self.finish.store(first_block, tiles.row_blocks, first, end, last)
 
     def _dots(self, first_block: Index, first: Index, end: Index) -> None:
-        """Emit code that stores the dot products of tokens and weight rows in `self.sums`.
-
-        Row i of `self.sums` belongs to token first + i.
-
-        first_block: index of the first block of 16 weight rows. The code multiplies
-            `tiles.row_blocks` blocks.
-        first, end: the code multiplies tokens first .. end - 1. If `end` is inside a tile of
-            tokens, it multiplies the complete tile.
-        """
+        """Emit code that stores the dot products of tokens and weight rows in `self.sums`."""
         b, depth, rows = self.b, self.tiles.depth, self.full_rows
         full = self.in_features // depth * depth
         count = b.sub(end, first)
@@ -140,10 +132,7 @@ class Gemm:
         self.panel.fill(first_block, k, depth)
 
     def _prefetch_next(self, part: Index, parts: int) -> None:
-        """Emit prefetches of a part of the weights that the kernel decodes next.
-
-        parts: number of equal parts into which these weights are divided. part: index of the part.
-        """
+        """Emit prefetches of a part of the weights that the kernel decodes next."""
         self.panel.prefetch(*self.next_panel, self.tiles.depth, part, parts)
 
     def _multiply(self, first: Index, count: Index, k: Index, depth: int) -> None:

@@ -177,8 +177,6 @@ class Step:
         """Return `sums` plus the dot products of the unit of x and of the weight.
 
         sums: f32 vectors, a flat list [rows of x][vectors of outputs].
-        sides: sides[part][v] is (scale, base) of weights, see the class. `v` is the index of a vector
-            of outputs.
         """
         groups = [self._dots(rows, unit, part, quads, len(sides[0])) for part in range(self.scales)]
         return self.scaled(sums, rows, unit, groups, sides)
@@ -215,10 +213,6 @@ class Step:
         """Return `sums` plus the dot products of the unit of x and of the packed weight.
 
         sums: f32 vectors, one for each row of x; each lane belongs to one row of the weight.
-        block, v: the rows of the weight are those of vector `v` of 16-row block `block`.
-        groups: the codec groups of the unit, each as (index of the record, index of the group in it).
-        soon: functions that each emit a prefetch. They are called between the multiplications,
-            because many prefetches in sequence stall the CPU.
         """
         codes = [Int8Codes(self.records, block, *group) for group in groups]
         sides = [[each.scale_and_base(v)] for each in codes[: self.scales]]

@@ -268,17 +268,7 @@ class GemmMatrix(Gemm):
     def _add(
         self, parts: list[Block], at: Index, tile: Index, block: Index, high: int, of: tuple[Index, Index] | None = None
     ) -> None:
-        """Emit code that adds the matrix unit's accumulators to `self.sums` on the stack.
-
-        If `of` is None, the code adds `parts` without a factor. Otherwise `parts` has dot products
-        of x and codes over one codec group (elements that share a scale), and the code adds
-
-            scale * parts + minimum * (sum of x over the group)
-
-        parts, at, tile, block: see the class.
-        high: number of tiles of x.
-        of: the codec group, as (its index in the panel, its index in a row of x).
-        """
+        """Emit code that adds the matrix unit's accumulators to `self.sums` on the stack."""
         b, lanes, rows, wide = self.b, self.lanes, self.tiles.rows, self.tiles.wide
         for i, part in enumerate(parts):
             self.matrix.store(part, i)

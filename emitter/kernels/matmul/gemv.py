@@ -85,10 +85,7 @@ class Gemv:
         self.write_share(self.b.workgroup())
 
     def write_share(self, share: Index) -> None:
-        """Emit the code that computes one of `tiles.workgroups` shares of the rows of the weight.
-
-        share: index of the share. The shares have about the same number of rows.
-        """
+        """Emit the code that computes one of `tiles.workgroups` shares of the rows of the weight."""
         b, elements, matmul = self.b, self.layout.elements, self.matmul
         kind = SumTables if self.by_tables else QuantisedX
         x_bytes = elements * (kind.bytes_per_element(matmul, self.isa) if matmul.digits else 4)
@@ -124,12 +121,6 @@ class Gemv:
     def _sets(self, low: Index, high: Index, first: int, last: int, parts: Ssa | None) -> None:
         """Emit code that multiplies a part of the weight by x, and stores y once it is complete.
 
-        A set is the few 16-row blocks that are computed together. A record has some consecutive
-        elements of each of the 16 rows.
-
-        low, high: the code computes sets low .. high - 1.
-        first, last: it multiplies records first .. last - 1 of each row block. If these include the
-            last record, the results are complete, and the code stores them in y.
         parts: stack buffer that carries incomplete sums from one range of records to the next; None
             if the range has all records.
         """
@@ -183,12 +174,7 @@ class Gemv:
         return record.results
 
     def _prefetches(self, row_blocks: list[Index], record: Index, offset: Index, nbytes: int) -> Prefetches:
-        """Return functions that each emit a prefetch of one cache line of the packed weight.
-
-        Together they prefetch bytes offset .. offset + nbytes - 1 of a record in each of the row
-        blocks. This record is `tiles.ahead` records after `record`, and may belong to later row
-        blocks.
-        """
+        """Return functions that each emit a prefetch of one cache line of the packed weight."""
         b, (first, last) = self.b, self.range
         then = b.add(b.sub(record, first) if first else record, self.tiles.ahead)  # may be in the next set of row blocks
         skipped, record = b.mul(b.div(then, last - first), self.together), b.add(b.rem(then, last - first), first)
@@ -207,11 +193,7 @@ class Gemv:
         totals: list[Ssa],
         soon: Prefetches,
     ) -> list[Ssa]:
-        """Return totals + the dot products of a unit of x with `row_blocks`.
-
-        unit: index of the unit in the record. slot: its index in the part of x that is on the stack.
-        soon: functions that each emit a prefetch, see `Step.add_packed`.
-        """
+        """Return totals + the dot products of a unit of x with `row_blocks`."""
         done, parts = [], self.step.parts
         groups = [(record, self.b.add(self.b.mul(unit, parts), part)) for part in range(parts)]
         for n, (i, v) in enumerate(self.sides):

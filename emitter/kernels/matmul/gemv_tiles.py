@@ -65,9 +65,6 @@ class GemvTiles(Tiles):
 
 
 def _together(blocks: int, workgroups: int, choices: Sequence[int]) -> int:
-    """Return how many row blocks to compute together, so that no workgroup has much more than the others.
-
-    choices: possible numbers, from the fastest per row block on.
-    """
+    """Return how many row blocks to compute together, so that no workgroup has much more than the others."""
     sets_of_busiest = lambda together: ceil(blocks / together / workgroups)
     return min(choices, key=lambda together: sets_of_busiest(together) * (together + SET_COST))

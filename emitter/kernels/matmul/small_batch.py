@@ -103,11 +103,7 @@ class SmallBatch:
             self.finish.store(first, b.sub(last, first), 0, end, self.T)
 
     def _tiles(self, first: Index, last: Index, end: Index) -> None:
-        """Emit loops over tiles of results; a tile is a few tokens times a few rows of the weight.
-
-        The tiles cover 16-row blocks first .. last - 1 of the weight, and tokens 0 .. end - 1. If a
-        tile extends past the end of the weight, it computes the last 16-row block again.
-        """
+        """Emit loops over tiles of results; a tile is a few tokens times a few rows of the weight."""
         b, rows, vectors, per_block, unit = self.b, self.tiles.rows, self.tiles.vectors, self.records.vectors, self.unit
         full = self.T // rows * rows
         with b.loop(first, last, unit) as block:

@@ -70,11 +70,7 @@ class SumTables(QuantisedX):
         return 8 / codec.group + layout(codec).words * len(_slices(codec, isa)) * 4 * isa.lanes / codec.group
 
     def dot(self, codes: GroupCodes, group: Index, v: int) -> Ssa:
-        """Return the sum of q * code over a codec group, for the rows in vector `v`: i32 [lanes].
-
-        codes: the codes of the group.
-        group: index of the group in the part of x that the last `fill` prepared.
-        """
+        """Return the sum of q * code over a codec group, for the rows in vector `v`: i32 [lanes]."""
         b, found = self.b, []
         for word in range(self.words):
             for n, (shift, _) in enumerate(self.slices):

@@ -71,10 +71,7 @@ class PanelTiles(Tiles):
         """Return (n, m): `tokens` must be a multiple of n, and `depth` must be a multiple of m."""
 
     def stack_bytes(self, matmul: Matmul) -> int:
-        """Return the bytes of stack that the kernel needs: here, of its f32 sums.
-
-        Subclasses add the bytes of the panel, a buffer with decoded weights.
-        """
+        """Return the bytes of stack that the kernel needs: here, of its f32 sums."""
         return 4 * LANES * self.row_blocks * self.tokens
 
     def fit(self, matmul: Matmul) -> bool:
@@ -168,13 +165,7 @@ class Finish:
         self.b, self.matmul, self.lanes, self.buffers, self.sums, self.row_of = b, matmul, lanes, buffers, sums, row_of
 
     def store(self, first_block: Index, row_blocks: Index, first: Index, end: Index, last: Index) -> None:
-        """Emit code that computes and stores y for some tokens and some rows of the weight.
-
-        first_block, row_blocks: the rows of the weight are 16-row blocks first_block .. first_block
-            + row_blocks - 1. The columns of `self.sums` are the dot products with these rows.
-        first, end, last: tokens first .. end - 1 get results; tokens end .. last - 1 are padding.
-            Row i of `self.sums` belongs to token first + i.
-        """
+        """Emit code that computes and stores y for some tokens and some rows of the weight."""
         b, shared = self.b, self.matmul.blocks_per_result
         with b.loop(0, b.div(row_blocks, shared)) as i:
             block = b.add(b.div(first_block, shared), i.index)

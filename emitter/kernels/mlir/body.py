@@ -208,10 +208,7 @@ class Body:
         return self.let("stream.dispatch.workgroup.id[0] : index", INDEX)
 
     def share(self, count: Index, workgroup: Index, workgroups: int) -> tuple[Index, Index]:
-        """Divide `count` items evenly among workgroups; return (first, end) for one of them.
-
-        Workgroup number `workgroup`, of `workgroups` in total, computes items first .. end - 1.
-        """
+        """Divide `count` items evenly among workgroups; return (first, end) for one of them."""
         if isinstance(count, Ssa):
             low = self.div(self.mul(workgroup, count), workgroups)
             return low, self.div(self.mul(self.add(workgroup, 1), count), workgroups)
@@ -221,11 +218,7 @@ class Body:
         return first(workgroup), first(self.add(workgroup, 1))
 
     def real(self, length: Ssa | None, low: Index, high: Index) -> Index:
-        """Return the end of the rows that are not padding, among rows low .. high - 1.
-
-        Rows from `length` on are padding. The result is `length`, limited to the range low .. high.
-        length: memref of an i32, or None if there is no padding.
-        """
+        """Return the end of the rows that are not padding, among rows low .. high - 1."""
         return high if length is None else self.max(self.min(self.to_index(self.load(length)), high), low)
 
     def binary(self, op: str, a: Ssa, b: Ssa) -> Ssa:
@@ -328,11 +321,7 @@ class Body:
         return self.let(f"llvm.inttoptr {self.moved(address, offset)} : i64 to !llvm.ptr", POINTER)
 
     def touch(self, address: Ssa, offset: Index) -> None:
-        """Append a load of an i32, to bring its cache line into the cache.
-
-        The i32 is `offset` bytes after `address`. The result is not used. The load is volatile, so
-        that compilers do not remove it.
-        """
+        """Append a load of an i32, to bring its cache line into the cache."""
         self.let(f"llvm.load volatile {self.pointer(address, offset)} : !llvm.ptr -> i32", I32)
 
     def prefetch(self, buffer: Ssa, *indices: Index, near: bool = True) -> None:
@@ -341,10 +330,7 @@ class Body:
 
     @contextmanager
     def loop(self, low: Index, high: Index, step: Index = 1, carry: Sequence[Ssa] = ()) -> Iterator[Loop]:
-        """Append an `scf.for` over low .. high - 1 whose body is the code of the `with` block.
-
-        carry: initial loop-carried values; `Loop.give` sets them for the next iteration.
-        """
+        """Append an `scf.for` over low .. high - 1 whose body is the code of the `with` block."""
         bounds = f"{self.index(low)} to {self.index(high)} step {self.index(step)}"
         loop = Loop(Ssa(self.name(), INDEX), [Ssa(self.name(), v.type) for v in carry])
         group = self.name()
@@ -370,13 +356,7 @@ class Body:
         step: Callable[[Index, Sequence[Ssa]], Sequence[Ssa]],
         before: Callable[[Index], None] = lambda i: None,
     ) -> Sequence[Ssa]:
-        """Append an unrolled loop that computes values = step(i, values) for i in 0 .. count - 1.
-
-        Return the final values. values: the initial values.
-        step(i, values): function that emits the code of step i, and returns the new values.
-        unroll: number of steps in an iteration of the loop.
-        before(i): function that emits code at the start of an iteration, whose first step is i.
-        """
+        """Append an unrolled loop that computes values = step(i, values) for i in 0 .. count - 1."""
         full = count // unroll * unroll
         with self.loop(0, full, unroll, carry=values) as loop:
             before(loop.index)

@@ -82,10 +82,7 @@ class Dot:
         return list(quads)
 
     def code(self, arranged: Sequence[Ssa]) -> tuple[Ssa, ...]:
-        """Convert codes of the weight to operands of the CPU's dot product instruction.
-
-        arranged: the codes, as returned by the method `arranged`.
-        """
+        """Convert codes of the weight to operands of the CPU's dot product instruction."""
         (quad,) = arranged
         if self.dot == "plain":
             return tuple(self._byte(quad, j, "shrui") for j in range(4))
@@ -99,7 +96,6 @@ class Dot:
         """Load elements of x, as operands of the CPU's dot product instruction.
 
         x: memref i32 [all rows, in / 4]; each i32 has four int8 elements of a row.
-        rows: indices of the rows to load from.
         quad: index of the first i32 to load from each row; `self.quads` of them are loaded.
         """
         (row,) = rows
@@ -114,19 +110,12 @@ class Dot:
         return (self.b.bitcast(every, 4 * self.lanes, "i8"),)
 
     def start(self, words: Sequence[Ssa]) -> Accumulators:
-        """Create accumulators with initial sums.
-
-        words: one scalar s32 for each row of x; the sums of that row with all rows of the weight
-            start from it.
-        """
+        """Create accumulators with initial sums."""
         (word,) = words
         return Accumulators((self.b.broadcast(word, self.lanes),))
 
     def add(self, sums: Accumulators, code: tuple[Ssa, ...], x: tuple[Ssa, ...]) -> Accumulators:
-        """Return the accumulators `sums` plus products of the weight's codes and x.
-
-        code, x: results of the methods `code` and `x`.
-        """
+        """Return the accumulators `sums` plus products of the weight's codes and x."""
         (words,) = sums.words
         if self.dot == "plain" or self._wide:
             for pair in zip(code, x, strict=True):

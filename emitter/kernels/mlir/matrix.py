@@ -34,10 +34,7 @@ class Matrix:
         self.b, self.rows, self.tiled, self.results = b, rows, isa.matrix == "amx", b.address(results)
 
     def zero(self, number: int) -> Block:
-        """Create zeroed accumulators, f32 [rows, 16].
-
-        number: index of the block of results in which they will be stored.
-        """
+        """Create zeroed accumulators, f32 [rows, 16]."""
         if self.tiled:
             return self._tile("tilezero", self.rows)
         address = self.b.moved(self.results, number * self.rows * ROW_BYTES)

@@ -122,15 +122,7 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 
 def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tuple[int, bool]:
-    """Choose how many columns of the state S [k_dim, v_dim] the kernel updates at a time.
-
-    Return (n, copied). The kernel updates n * width columns at a time. If `copied`, it copies them
-    to the stack, updates the copy for all tokens, and writes it back. It does this if a workgroup
-    computes several tokens and the copy fits.
-
-    width: number of elements of a vector.
-    vectors: v_dim / width.
-    """
+    """Choose how many columns of the state S [k_dim, v_dim] the kernel updates at a time."""
     limit = isa.registers // 4
     if tokens.in_turn > 1:
         fitting = (STACK_BYTES - 16 * tokens.in_turn) // (4 * k_dim * width)
@@ -169,10 +161,7 @@ class _Head:
         return self.b.vload(self.given[name], width, t, self.b.add(self.at[name], d))
 
     def _times(self, name: str, t: Index, d: Index) -> Ssa:
-        """Load one element of an operand, such as k, and return it in every lane of a vector.
-
-        name: name of the operand. t: index of the token. d: index of the element in this head.
-        """
+        """Load one element of an operand, such as k, and return it in every lane of a vector."""
         b = self.b
         return b.broadcast(b.load(self.given[name], t, b.add(self.at[name], d)), self.sizes[2])
 
@@ -196,9 +185,6 @@ class _Head:
     def block(self, column: Index, copy: Ssa | None) -> None:
         """Emit code that updates a block of columns of the state for all tokens.
 
-        The code also stores the results of these columns.
-
-        column: index of the block's first column.
         copy: stack buffer for a copy of the block, which is updated and written back; None to
             update the state itself.
         """

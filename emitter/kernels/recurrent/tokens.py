@@ -37,10 +37,7 @@ class Columns:
         return f"{self.first}of{self.width}"
 
     def of(self, x: np.ndarray, *sizes: int) -> np.ndarray:
-        """Return these columns of a NumPy array x [tokens, width], as f64 [tokens, *sizes].
-
-        sizes: such as (heads, head_dim). Their product is the number of columns.
-        """
+        """Return these columns of a NumPy array x [tokens, width], as f64 [tokens, *sizes]."""
         own = x[:, self.first : self.first + int(np.prod(sizes))]
         return own.reshape(len(x), *sizes).astype(np.float64)
 
@@ -97,12 +94,7 @@ class Tokens:
         return f"{self.layers}_{'b' * self.batch}{self.count}" + "_length" * self.length
 
     def share(self, b: Body, units: int, layer: Ssa, given: Mapping[str, Ssa]) -> Share:
-        """Emit code that finds which part of the kernel's work the running workgroup does.
-
-        units: number of workgroups for each sequence: heads, or blocks of features.
-        layer: index of the layer.
-        given: memrefs of the kernel's operands, by name.
-        """
+        """Emit code that finds which part of the kernel's work the running workgroup does."""
         unit: Index = b.workgroup()
         if not self.batch:
             return Share(unit, layer, 0, b.real(given.get("length"), 0, self.count), self.count)
@@ -112,13 +104,7 @@ class Tokens:
         return Share(unit, b.add(b.mul(row, self.layers // self.count), layer), row, end, after)
 
     def real(self, layer: int, given: dict[str, np.ndarray]) -> Iterator[tuple[int, range]]:
-        """Yield (index in dimension 0 of the state, range of rows of x) for each sequence.
-
-        The NumPy references of kernels use this. Rows of padding and idle sequences are left out.
-
-        layer: index of the layer.
-        given: the kernel's operands as NumPy arrays, by name.
-        """
+        """Yield (index in dimension 0 of the state, range of rows of x) for each sequence."""
         if not self.batch:
             yield layer, range(int(given.get("length", self.count)))
             return

@@ -55,11 +55,7 @@ class Decoded:
             self.at = unit, 0
 
     def weight(self, k: int, v: int) -> Ssa:
-        """Emit code that decodes one element of `lanes` neighbouring rows; return f32 [lanes].
-
-        k: index of the element in the unit, the few elements of each row that this object decodes.
-        v: selects rows v * lanes .. (v + 1) * lanes - 1 of the 16 rows that this object decodes.
-        """
+        """Emit code that decodes one element of `lanes` neighbouring rows; return f32 [lanes]."""
         b, records = self.records.b, self.records
         if not records.codec.quantised:
             if v not in self._elements:
@@ -105,12 +101,7 @@ class BasePanel:
         """Allocate the buffers of a panel with `depth` rows and `columns` columns on the stack."""
 
     def prefetch(self, first_block: Index, k: Index, depth: int, part: Index, parts: int) -> None:
-        """Emit prefetches into L2 of a part of the packed weight that `fill` will read.
-
-        first_block, k, depth: the arguments of this later call of `fill`.
-        part, parts: the bytes that `fill` reads are divided into `parts` equal parts, and `part` is
-            the index of the part to prefetch.
-        """
+        """Emit prefetches into L2 of a part of the packed weight that `fill` will read."""
         for i in range(self.row_blocks):
             self.prefetch_block(self.b.add(first_block, i), k, depth, part, parts)
 
@@ -191,11 +182,7 @@ class Int8Panel(BasePanel):
                     b.vstore(arranged, self.codes, b.add(b.mul(g.index, group // 4), each), column)
 
     def quads(self, q: Index, column: Index, count: int) -> list[Ssa]:
-        """Load `count` vectors i32 [lanes] from the buffer `codes`, where each i32 has four codes.
-
-        The vectors are in rows q .. q + count - 1 of the buffer, and each begins at column
-        `column`.
-        """
+        """Load `count` vectors i32 [lanes] from the buffer `codes`, where each i32 has four codes."""
         return [self.b.vload(self.codes, self.lanes, self.b.add(q, i), column) for i in range(count)]
 
 
@@ -217,10 +204,7 @@ class Bf16Panel(BasePanel):
             self.fill_block(i.index, self.b.add(first_block, i.index), k, depth)
 
     def fill_block(self, i: Index, block: Index, k: Index, depth: int) -> None:
-        """Emit code that decodes 16 rows into the panel; the arguments are those of `fill`, except:
-
-        i, block: index of the block of 16 rows in the panel and in the weight.
-        """
+        """Emit code that decodes 16 rows into the panel; the arguments are those of `fill`, except:"""
         # Float weights are padded with zeros to a multiple of 32 elements.
         fill = self._fill_codes if self.codec.quantised else self._fill_floats
         fill(i, block, k, depth)
@@ -288,10 +272,7 @@ class Bf16BlockPanel(Bf16Panel):
 
     @staticmethod
     def fits(codec: Codec) -> bool:
-        """Return whether GEMMs of a codec are faster with this panel than with `Bf16CodePanel`.
-
-        The panel with fewer multiplications and additions in the GEMM is taken to be faster.
-        """
+        """Return whether GEMMs of a codec are faster with this panel than with `Bf16CodePanel`."""
         return codec.block > codec.group and not codec.minimum and (codec.group < DEPTH or layout(codec).scales is None)
 
     def allocate(self, depth: int, columns: int) -> None:

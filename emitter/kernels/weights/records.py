@@ -69,29 +69,14 @@ class Records:
         self.vectors = LANES // isa.lanes
 
     def rows(self, at: tuple[Index, Index, Index], v: Index, element: str, bits: int) -> Ssa:
-        """Load one number, such as a scale or a word of codes, for each of `lanes` rows.
-
-        A record stores such numbers for 16 rows, one after another. The result is a vector with
-        those of rows v * lanes .. (v + 1) * lanes - 1.
-
-        at: where the 16 numbers are: (index of the 16-row block, index of the record in it, byte
-            offset in the record).
-        element, bits: MLIR type of a number, such as "f16", and its size.
-        """
+        """Load one number, such as a scale or a word of codes, for each of `lanes` rows."""
         width = self.lanes * bits // 8
         block, record, offset = at
         data = self.b.vload(self.weight, width, self.b.add(block, self.base), record, self.b.add(offset, self.b.mul(v, width)))
         return data if element == "i8" else self.b.bitcast(data, self.lanes, element)
 
     def widened_rows(self, at: tuple[Index, Index, Index], v: Index) -> Ssa:
-        """Load one u16 for each of `lanes` rows; return them zero-extended, as i32 [lanes].
-
-        A record stores such numbers for 16 rows, one after another. The result has those of rows v
-        * lanes .. (v + 1) * lanes - 1.
-
-        at: where the 16 numbers are: (index of the 16-row block, index of the record in it, byte
-            offset in the record).
-        """
+        """Load one u16 for each of `lanes` rows; return them zero-extended, as i32 [lanes]."""
         b, width = self.b, 2 * self.lanes
         data = self.rows(at, v, "i8", 16)
         # Two zero bytes after every two bytes. IREE 3.13 miscompiles `arith.extui` of a `vector.bitcast` to i16.
@@ -102,31 +87,17 @@ class Records:
         return self.b.widened(self.rows(at, v, "f16", 16))
 
     def prefetch(self, block: Index, record: Index, offset: Index, near: bool = True) -> None:
-        """Emit a prefetch of one cache line of the packed weight: into L1 if `near`, else into L2.
-
-        The line is at byte `offset` of record `record` in the 16-row block `block`. It may be after
-        the end of the weight.
-        """
+        """Emit a prefetch of one cache line of the packed weight: into L1 if `near`, else into L2."""
         self.b.prefetch(self.weight, self.b.add(block, self.base), record, offset, near=near)
 
     def prefetch_later(self, blocks: Iterable[Index], step: Index, record: Index, first: Index, nbytes: int) -> None:
-        """Emit prefetches of a part of a record, for 16-row blocks that later code reads.
-
-        blocks, step: the code prefetches from block i + `step` for each index i in `blocks`.
-        record: index of the record in each of these blocks.
-        first, nbytes: bytes first .. first + nbytes - 1 of the record are prefetched.
-        """
+        """Emit prefetches of a part of a record, for 16-row blocks that later code reads."""
         for block in dict.fromkeys(blocks):
             for line in range(0, nbytes, CACHE_LINE):
                 self.prefetch(self.b.add(block, step), record, self.b.add(first, line))
 
     def extent(self, group: Index, count: int = 1) -> tuple[Index, int]:
-        """Return where the codes of some groups are in a record: (byte offset, number of bytes).
-
-        A codec group is the elements of a row that share a scale. The groups are group .. group +
-        count - 1. If a record has only one group, the result is the complete record, with its
-        scales.
-        """
+        """Return where the codes of some groups are in a record: (byte offset, number of bytes)."""
         if self.layout.groups == 1:
             return 0, self.layout.size
         return self.codes_at(group), self.layout.group_bytes * count
@@ -157,12 +128,7 @@ class Records:
         return self.b.convert("sitofp", wide, "f32")
 
     def group_scale(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """Return the scale of a codec group for each row in vector `v`, f32 [lanes]; None is 1.
-
-        A weight is d * scale * code plus or minus m * minimum, where scale and minimum belong to
-        the group, and d and m to the codec block that contains it. The class describes the
-        arguments.
-        """
+        """Return the scale of a codec group for each row in vector `v`, f32 [lanes]; None is 1."""
         if self.codec.small_floats:
             b, at = self.b, (block, record, self.b.add(self.b.mul(group, LANES), self.layout.scales or 0))
             bits = b.convert("extui", self.rows(at, v, "i8", 8), "i16")
@@ -171,23 +137,14 @@ class Records:
         return self._factor(self.layout.scales, self.codec.minimum == 0, block, record, group, v)
 
     def group_minimum(self, block: Index, record: Index, group: Index, v: Index) -> Ssa | None:
-        """Return the minimum of a codec group for each row in vector `v`, f32 [lanes]; None is 1.
-
-        A weight is d * scale * code plus or minus m * minimum, where scale and minimum belong to
-        the group, and d and m to the codec block that contains it. The class describes the
-        arguments.
-        """
+        """Return the minimum of a codec group for each row in vector `v`, f32 [lanes]; None is 1."""
         return self._factor(self.layout.minima, False, block, record, group, v)
 
     def _times(self, x: Ssa, factor: Ssa | None) -> Ssa:
         return x if factor is None else self.b.mulf(x, factor)
 
     def scale_and_base(self, block: Index, record: Index, group: Index, v: Index) -> tuple[Ssa, Ssa | None]:
-        """Return (scale, base) of a codec group for each row in vector `v`, as f32 [lanes].
-
-        A weight is scale * (code as stored) + base. A base of None means 0. The class describes the
-        arguments.
-        """
+        """Return (scale, base) of a codec group for each row in vector `v`, as f32 [lanes]."""
         b, codec = self.b, self.codec
         scale, base = self.d(block, record, v), self.m(block, record, v)
         scale = self._times(scale, self.group_scale(block, record, group, v))
@@ -239,12 +196,7 @@ class GroupCodes:
         self._words: dict[tuple[int, Index], Ssa] = {}
 
     def word(self, word: int, v: Index) -> Ssa:
-        """Load a word, which has the bits of several codes, for each of `lanes` rows: i32 [lanes].
-
-        word: index of the word in the codec group that this object reads. A word of 16 bits is
-            zero-extended.
-        v: selects rows v * lanes .. (v + 1) * lanes - 1 of the 16 rows.
-        """
+        """Load a word, which has the bits of several codes, for each of `lanes` rows: i32 [lanes]."""
         if (word, v) not in self._words:
             r, nbytes = self.records, self.records.layout.word_bytes[word]
             at = (self.block, self.record, r.b.add(self.offset, r.layout.word_offset(word)))
@@ -279,14 +231,7 @@ class GroupCodes:
         return self._masked(self.word(word, v), mask << shift)
 
     def code(self, k: int, v: Index) -> Ssa:
-        """Load one code for each row in vector `v`, as f32 [lanes].
-
-        For a codec with a table of values, the result is the value in the table. Otherwise it is
-        the code times a power of two; multiplying it by entry k of `code_factors` gives the code.
-
-        k: index of the code in the codec group that this object reads.
-        v: selects rows v * lanes .. (v + 1) * lanes - 1 of the 16 rows.
-        """
+        """Load one code for each row in vector `v`, as f32 [lanes]."""
         r = self.records
         if r.codec.e4m3:
             return self._e4m3(k, v)
@@ -356,11 +301,7 @@ class Int8Codes(GroupCodes):
         return scale, base if codec.minimum else None
 
     def quads(self, q: int, v: Index) -> list[Ssa]:
-        """Load codes for each row in vector `v` as operands of `Dot.code`: four codes in each i32.
-
-        A quad is such an i32. The result has `self.dot.quads` quads of each row, from quad `q` of
-        the codec group on. `self.dot.bias` is added to each code.
-        """
+        """Load codes for each row in vector `v` as operands of `Dot.code`: four codes in each i32."""
         return self.dot.arranged([self._quad(q + i, v) for i in range(self.dot.quads)])
 
     def _quad(self, q: int, v: Index) -> Ssa:
