@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from castiron.pipelines.text.conversation import Chat as Chat
     from castiron.pipelines.text.generation import Result as Result
     from castiron.pipelines.text.generation import Scored as Scored
-    from castiron.pipelines.text.generation import Stream as Stream
     from castiron.pipelines.text.generation import open_draft as open_draft
     from castiron.pipelines.text.reasoning import Reasoning as Reasoning
     from castiron.pipelines.text.text_output import Delta as Delta
+    from castiron.pipelines.text.text_output import Stream as Stream
     from castiron.pipelines.text.text_output import text_request as text_request
     from castiron.pipelines.text.tokenizer import Detokeniser as Detokeniser
     from castiron.pipelines.text.tokenizer import Tokenizer as Tokenizer
@@ -64,9 +64,9 @@ _NAMES = {
     "pipelines.model": "Model compile load",
     "pipelines.server.app": "open_app",
     "pipelines.text.conversation": "Chat",
-    "pipelines.text.generation": "Result Scored Stream open_draft",
+    "pipelines.text.generation": "Result Scored open_draft",
     "pipelines.text.reasoning": "Reasoning",
-    "pipelines.text.text_output": "Delta text_request",
+    "pipelines.text.text_output": "Delta Stream text_request",
     "pipelines.text.tokenizer": "Detokeniser Tokenizer load_tokenizer",
     "vmfb.bundle.bundle": "Bundle open",
     "vmfb.compiler.iree_compile": "CompileError",

@@ -25,7 +25,6 @@ from castiron.pipelines.text.generation import (
     Prompt,
     Result,
     Scored,
-    Stream,
     encode_prompt,
     generate_many,
     is_messages,
@@ -33,7 +32,7 @@ from castiron.pipelines.text.generation import (
     open_draft,
     score_many,
 )
-from castiron.pipelines.text.text_output import text_request
+from castiron.pipelines.text.text_output import Stream, text_request
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
 from castiron.vmfb.bundle.bundle import Bundle, open_bundle
 from castiron.vmfb.bundle.json_record import short

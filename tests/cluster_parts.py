@@ -10,7 +10,7 @@ from pathlib import Path
 
 from castiron.pipelines.cluster.actors import BatchActor, Generate
 from castiron.pipelines.cluster.deployment import Replica
-from castiron.vmfb.run.batch import Batch
+from castiron.vmfb.run.session import Batch
 
 # The environment variable with the folder where actors write notes.
 NOTES = "CASTIRON_TEST_NOTES"

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from castiron.vmfb.bundle.bundle import open_bundle
-from castiron.vmfb.run.batch import Batch
-from castiron.vmfb.run.session import Session
+from castiron.vmfb.run.session import Batch, Session
 
 
 def decoded(session: Session, tokens: list[int]) -> np.ndarray:

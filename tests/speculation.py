@@ -16,8 +16,7 @@ import time
 
 from castiron.pipelines.engine.draft import Draft
 from castiron.pipelines.engine.engine import Engine
-from castiron.pipelines.text.generation import Stream
-from castiron.pipelines.text.text_output import text_request
+from castiron.pipelines.text.text_output import Stream, text_request
 from castiron.pipelines.text.tokenizer import load_tokenizer
 from castiron.vmfb.bundle.bundle import open_bundle
 from castiron.vmfb.run.session import Session

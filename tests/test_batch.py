@@ -12,8 +12,8 @@ from castiron.pipelines.engine.request import Failed, Request
 from castiron.pipelines.engine.sampling import logit_rows
 from castiron.reference import tiny
 from castiron.vmfb.bundle.bundle import open_bundle
-from castiron.vmfb.run.batch import Batch, Cover
-from castiron.vmfb.run.session import Session, SessionError
+from castiron.vmfb.run.decode_plan import Cover
+from castiron.vmfb.run.session import Batch, Session, SessionError
 from tests.test_end_to_end import greedy, prompt
 
 CONTEXT = 64

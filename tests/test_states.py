@@ -8,8 +8,7 @@ import pytest
 from castiron.pipelines.engine.prefix_cache import Paused
 from castiron.reference import hf
 from castiron.vmfb.bundle.bundle import Bundle
-from castiron.vmfb.run.batch import Batch
-from castiron.vmfb.run.session import MAX_SNAPSHOTS, Session, SessionError, move_to
+from castiron.vmfb.run.session import MAX_SNAPSHOTS, Batch, Session, SessionError, move_to
 from tests.families.checkpoints import FAMILIES, HYBRIDS, VOCAB, bundle
 
 TOKENS = np.random.default_rng(11).integers(0, VOCAB, 60).tolist()

@@ -16,7 +16,7 @@ from castiron.pipelines.api.oldest_messages import without_oldest
 from castiron.pipelines.api.replies import Reply
 from castiron.pipelines.api.request_body import log_ignored
 from castiron.pipelines.api.samplers import with_samplers
-from castiron.pipelines.engine.chooser import TokenFilter
+from castiron.pipelines.engine.constraint import TokenFilter
 from castiron.pipelines.engine.request import free_positions as positions_after
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.pipelines.engine.chooser import Chooser
+from castiron.pipelines.engine.request import Chooser
 from castiron.pipelines.engine.sampling import weights
 from castiron.vmfb.run.session import Session, move_after, move_to
 from castiron.vmfb.run.states import Snapshot

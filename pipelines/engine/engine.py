@@ -11,15 +11,14 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from castiron.pipelines.engine.chooser import ConstraintError
+from castiron.pipelines.engine.constraint import ConstraintError
 from castiron.pipelines.engine.draft import Draft
 from castiron.pipelines.engine.prefix_store import PrefixStore
 from castiron.pipelines.engine.request import Event, Failed, Finished, Request
 from castiron.pipelines.engine.scheduler import Events, Observer, Scheduler
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.bundle.bundle import Bundle
-from castiron.vmfb.run.batch import Batch
-from castiron.vmfb.run.session import Session
+from castiron.vmfb.run.session import Batch, Session
 from castiron.vmfb.run.state_file import StateError, identity, read_head, read_rows, write_state
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 import castiron
-from castiron.pipelines.engine.chooser import Chooser, Constraint
+from castiron.pipelines.engine.constraint import Constraint
 from castiron.pipelines.engine.prefix_cache import Paused
 from castiron.pipelines.engine.receipt import FORMAT, Receipt, Transcript, repeatable, sampling_fields
-from castiron.pipelines.engine.sampling import Sampler, Sampling, Score, log_probabilities
+from castiron.pipelines.engine.sampling import NEAR, Sampler, Sampling, Score, lead, log_probabilities
 from castiron.pipelines.errors import PipelineError
 from castiron.vmfb.bundle.manifest import Manifest
 
@@ -30,6 +32,73 @@ def free_positions(context: int, prompt_tokens: int) -> int:
     """Return how many tokens can follow a prompt; below 1 if the prompt does not fit."""
     # The last generated token needs no position, because the model never reads it.
     return context - prompt_tokens + 1
+
+
+class Chooser:
+    """The choice of the tokens of one request: `pick` returns the next token, `accept` appends it.
+
+    recent: tokens of prompt and answer to which the repeat penalty applies. counts: how often each
+    token was generated. Greedy decoding without penalties uses neither.
+    """
+
+    def __init__(self, sampler: Sampler, constraint: Constraint | None = None, recent: Sequence[int] = ()):
+        self.sampler, self.constraint = sampler, constraint
+        self.recent, self.counts = sampler.sampling.penalised(recent), Counter[int]()
+
+    @property
+    def done(self) -> bool:
+        """Whether the text is complete under its constraint and cannot continue."""
+        return bool(self.constraint and self.constraint.done)
+
+    @property
+    def forced(self) -> bool:
+        """Whether the constraint allows only one next token, so that no logits are needed."""
+        return bool(self.constraint and self.constraint.forced)
+
+    def pick(self, argmax: int, logits: Callable[[], np.ndarray]) -> int:
+        """Return the next token; `logits` is called only if `argmax` does not determine it."""
+        return self._pick(argmax, logits, False)[0]
+
+    def pick_if_certain(self, argmax: int, logits: Callable[[], np.ndarray]) -> int | None:
+        """Return the token that `pick` would return, or None if rounding errors could change it.
+
+        The functions of a bundle add numbers in different orders, so their logits differ by
+        rounding.
+        """
+        token, certain = self._pick(argmax, logits, True)
+        return token if certain else None
+
+    def _pick(self, argmax: int, logits: Callable[[], np.ndarray], check: bool) -> tuple[int, bool]:
+        constraint = self.constraint
+        if constraint and constraint.forced:
+            return constraint.forced[0], True
+        if self.sampler.sampling.needs_logits:
+            allowed = constraint.masked(logits()) if constraint else logits()
+            return self.sampler.pick(allowed, self.recent, self.counts, check)
+        if not constraint or constraint.allows(argmax):
+            return argmax, not check or lead(logits()) >= NEAR
+        allowed = constraint.masked(logits())
+        return int(allowed.argmax()), not check or lead(allowed) >= NEAR
+
+    def accept(self, token: int) -> None:
+        """Append `token` to the text; raise ConstraintError if the constraint forbids it."""
+        forced = self.forced
+        if self.constraint:
+            self.constraint.accept(token)
+        if not self.sampler.sampling.needs_logits:
+            return
+        self.recent = self.sampler.sampling.penalised([*self.recent, token])
+        self.counts[token] += 1
+        # A forced token uses no random number.
+        if not forced:
+            self.sampler.used()
+
+    def lookahead(self) -> Chooser:
+        """Return an independent copy, which chooses the same tokens for the same logits."""
+        other = copy(self)
+        other.sampler = self.sampler.copy()
+        other.constraint, other.counts = self.constraint and self.constraint.copy(), self.counts.copy()
+        return other
 
 
 class RepetitionDetector:

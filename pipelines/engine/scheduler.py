@@ -6,7 +6,7 @@ import time
 
 from castiron.pipelines.engine import speculation
 from castiron.pipelines.engine.admission import Admission
-from castiron.pipelines.engine.chooser import ConstraintError
+from castiron.pipelines.engine.constraint import ConstraintError
 from castiron.pipelines.engine.draft import Draft
 from castiron.pipelines.engine.memory import total_bytes
 from castiron.pipelines.engine.prefix_cache import Paused, PrefixCache

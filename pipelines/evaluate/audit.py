@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from castiron.pipelines.engine.chooser import Chooser
 from castiron.pipelines.engine.receipt import Receipt, Transcript, sampling_of
-from castiron.pipelines.engine.request import Request
+from castiron.pipelines.engine.request import Chooser, Request
 from castiron.pipelines.engine.sampling import NEAR, NEAR_DRAWN, logit_rows
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.generation import check_token_ids

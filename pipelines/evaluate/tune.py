@@ -32,8 +32,7 @@ from castiron.vmfb.bundle.bundle import Bundle, open_bundle
 from castiron.vmfb.bundle.manifest import WEIGHTS
 from castiron.vmfb.compiler.iree_compile import CompileError, compile_mlir
 from castiron.vmfb.device.profile import dispatches
-from castiron.vmfb.run.batch import Batch
-from castiron.vmfb.run.session import Session
+from castiron.vmfb.run.session import Batch, Session
 
 # Min speed-up of a candidate over the default tiles.
 MIN_GAIN = 1.03

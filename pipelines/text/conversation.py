@@ -11,9 +11,8 @@ from castiron.pipelines.engine.request import free_positions
 from castiron.pipelines.engine.sampling import Sampler, Sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import print_message
-from castiron.pipelines.text.generation import Stream
 from castiron.pipelines.text.reasoning import Reasoning
-from castiron.pipelines.text.text_output import text_request
+from castiron.pipelines.text.text_output import Stream, text_request
 from castiron.pipelines.text.tokenizer import Tokenizer
 from castiron.vmfb.atomic_write import write_file
 from castiron.vmfb.file_errors import reason

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from castiron.pipelines.child_process import ChildProcess, Interrupted, LimitExceeded, run_on_large_stack
-from castiron.pipelines.engine.chooser import ConstraintError
+from castiron.pipelines.engine.constraint import ConstraintError
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.lane import Cache, Lane
 from castiron.pipelines.text.reasoning import Marks

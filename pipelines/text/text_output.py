@@ -5,7 +5,9 @@ Reasoning and tool calls are separated from the answer. A budget limits the toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -13,14 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from castiron.pipelines.engine.chooser import Constraint, ConstraintError
-from castiron.pipelines.engine.request import Event, Finished, Request, Token
+from castiron.pipelines.engine.constraint import Constraint, ConstraintError
+from castiron.pipelines.engine.request import Event, Failed, Finished, Request, Token, Tokens
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.reasoning import Marks, Reasoning, ReasoningSplitter, split_at_mark
 from castiron.pipelines.text.tokenizer import Detokeniser, Tokenizer
 from castiron.pipelines.text.tool_calls import CallPart, Tools
 
 if TYPE_CHECKING:
+    from castiron.pipelines.engine.engine import Engine
+    from castiron.pipelines.engine.receipt import Receipt
+    from castiron.pipelines.engine.speculation import Speculator
     from castiron.pipelines.text.grammar import Grammar
 
 # The marks of reasoning in the harmony format (gpt-oss), and the text that ends it and starts the answer.
@@ -263,3 +268,92 @@ def text_request(
         constraint = ReasoningBudget(tokenizer, prompt, reasoning_budget, constraint)
     output = TextOutput(tokenizer, prompt, stop_strings=stop_strings, reasoning=reasoning, tools=tools)
     return Request(prompt, context, constraint=constraint, output=output, **options)
+
+
+class Stream(Iterator[str]):
+    """An iterator over the pieces of a text that an engine generates for one request.
+
+    The model runs only while the caller waits for a piece, and the times count only this waiting.
+    finish_reason: None before the end. steps: tokens after the first.
+    """
+
+    def __init__(self, engine: Engine, request: Request, *, reasoning: bool = False):
+        self.request, self._engine, self._reasoning = request, engine, reasoning
+        self._events = engine.stream()
+        self._pieces: deque[str] = deque()
+        self._start = self._seconds = 0.0
+
+    def __next__(self) -> str:
+        while not self._pieces:
+            self._pieces += [piece for event in self.read() for piece in self._texts(event)]
+            if not self._pieces and self._events.idle:
+                raise StopIteration
+        return self._pieces.popleft()
+
+    def read(self) -> list[Event]:
+        """Wait for events and return them, [] after the end; raise a failed request's error."""
+        start = time.monotonic()
+        if not self._start:
+            self._start = start
+            self._events.submit(self.request)
+        events = [event for _, event in self._events.read()]
+        self._seconds += time.monotonic() - start
+        for event in events:
+            if isinstance(event, Failed):
+                raise event.error
+        return events
+
+    def run(self) -> Stream:
+        """Generate the complete text; return this stream."""
+        while not self._start or not self._events.idle:
+            self.read()
+        return self
+
+    def _texts(self, event: Event) -> list[str]:
+        if isinstance(event, Tokens):
+            return [f"{token.id} " for token in event.tokens]
+        if not isinstance(event, Delta):
+            return []
+        reasoning = [Reasoning(event.reasoning)] if self._reasoning and event.reasoning else []
+        return reasoning + [event.text] * bool(event.text)
+
+    def close(self) -> None:
+        """Cancel the rest of the generation; deleting the stream does the same."""
+        self._events.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.request.tokens
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.request.finish_reason
+
+    @property
+    def repeated(self) -> bool:
+        return self.request.repeated
+
+    @property
+    def receipt(self) -> Receipt | None:
+        return self.request.receipt(self._engine.manifest)
+
+    @property
+    def steps(self) -> int:
+        return max(0, self.request.chosen - 1)
+
+    @property
+    def prefill_seconds(self) -> float:
+        first = self.request.timing.first
+        return first - self._start if first else 0.0
+
+    @property
+    def decode_seconds(self) -> float:
+        return self._seconds - self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def speculator(self) -> Speculator | None:
+        found = self._engine.scheduler.speculator
+        return found if found and found.request is self.request else None

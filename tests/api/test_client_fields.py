@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from castiron.pipelines.api import request_body
 from castiron.pipelines.api.model_api import Limits
-from castiron.pipelines.engine.chooser import Chooser
+from castiron.pipelines.engine.request import Chooser
 from castiron.pipelines.server.app import open_app
 from tests.support import talking
 

@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.engine.chooser import Chooser
+from castiron.pipelines.engine.request import Chooser
 from castiron.pipelines.server.app import open_app
 from castiron.pipelines.text import grammar as grammar_file
 from tests.support import talking, toy_text

@@ -20,7 +20,7 @@ from castiron.pipelines.checkpoints.checkpoint import CheckpointError
 from castiron.pipelines.checkpoints.gguf.hf_config import sampling_metadata
 from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
 from castiron.pipelines.cli import main as cli
-from castiron.pipelines.engine.chooser import Chooser
+from castiron.pipelines.engine.request import Chooser
 from castiron.pipelines.engine.sampling import Sampler, Sampling, model_sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.server.app import open_app
@@ -176,7 +176,7 @@ def test_server_defaults_to_the_models_sampling(bundle, tmp_path):
 
     def listening(app):
         submit = app.api.engine.submit
-        app.api.engine.submit = lambda requests, listener: asked.extend(requests) or submit(requests, listener)
+        app.api.engine.submit = lambda requests: asked.extend(requests) or submit(requests)
         return app
 
     body = {"prompt": "abc", "max_tokens": 2, "ignore_eos": True}

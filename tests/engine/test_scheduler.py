@@ -101,7 +101,7 @@ class Slot(FakeSession):
 
 
 class FakeBatch:
-    """Slots as `castiron.vmfb.run.batch.Batch` has them, and a record of what was run."""
+    """Slots as `castiron.vmfb.run.session.Batch` has them, and a record of what was run."""
 
     def __init__(self, size: int):
         self.work: list[tuple] = []

@@ -17,7 +17,7 @@ from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.request import Request
 from castiron.pipelines.engine.sampling import NEAR, lead
 from castiron.pipelines.engine.speculation import Speculator
-from castiron.pipelines.text.generation import Stream
+from castiron.pipelines.text.text_output import Stream
 from castiron.reference import tiny
 from castiron.vmfb.bundle.bundle import open_bundle
 from castiron.vmfb.run.session import Session, SessionError

@@ -24,7 +24,7 @@ from castiron.pipelines.evaluate import random_checkpoint
 from castiron.vmfb.bundle.bundle import open_bundle
 from castiron.vmfb.bundle.manifest import WEIGHTS
 from castiron.vmfb.device.gpus import DeviceError, devices_of
-from castiron.vmfb.run.batch import Batch
+from castiron.vmfb.run.session import Batch
 
 MODELS = ("smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b-instruct")
 FOLDER = Path("build/gpu")

@@ -10,12 +10,11 @@ from typing import Any
 from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.sampling import Sampler
 from castiron.pipelines.text import generation
-from castiron.pipelines.text.generation import Stream, encode_prompt
-from castiron.pipelines.text.text_output import text_request
+from castiron.pipelines.text.generation import encode_prompt
+from castiron.pipelines.text.text_output import Stream, text_request
 from castiron.pipelines.text.tokenizer import Tokenizer
 from castiron.vmfb.bundle.bundle import Bundle
-from castiron.vmfb.run.batch import Batch
-from castiron.vmfb.run.session import Session
+from castiron.vmfb.run.session import Batch, Session
 
 
 def Generation(

@@ -125,7 +125,7 @@ def ask(
 # file argv[2] exists.
 SLOW = """
 import itertools, os, sys, time
-from castiron.vmfb.run.batch import Batch
+from castiron.vmfb.run.decode_plan import Batch
 from castiron.vmfb.run.session import Session
 steps = itertools.count()
 def slowly(function, pause):

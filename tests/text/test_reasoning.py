@@ -23,7 +23,7 @@ from castiron.pipelines.text.conversation import Chat
 from castiron.pipelines.text.reasoning import Reasoning, ReasoningSplitter, marks_of
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
 from castiron.vmfb.bundle.bundle import open_bundle
-from castiron.vmfb.run.batch import Batch
+from castiron.vmfb.run.session import Batch
 from tests.support import toy_text
 from tests.support.fake_session import FakeSession
 from tests.support.generating import Generation

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers
 
 import castiron
-from castiron.pipelines.engine.chooser import Constraint, ConstraintError
+from castiron.pipelines.engine.constraint import Constraint, ConstraintError
 from castiron.pipelines.engine.draft import CallCosts
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.grammar import GrammarError
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer
-from castiron.vmfb.run.batch import Batch
-from castiron.vmfb.run.session import Session
+from castiron.vmfb.run.session import Batch, Session
 from tests.support import schemas, structured
 from tests.support.generating import Generation
 

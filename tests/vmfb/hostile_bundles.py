@@ -25,8 +25,7 @@ from castiron.pipelines.text.tokenizer import load_tokenizer
 from castiron.vmfb.bundle.bundle import open_bundle
 from castiron.vmfb.bundle.json_record import to_json
 from castiron.vmfb.bundle.manifest import BundleError
-from castiron.vmfb.run.batch import Batch
-from castiron.vmfb.run.session import Session
+from castiron.vmfb.run.session import Batch, Session
 from tests.support import toy_text
 from tests.support.hostile import limited
 from tests.support.hostile_mutants import dumped, mutate_tree

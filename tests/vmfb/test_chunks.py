@@ -7,8 +7,8 @@ from itertools import chain, combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from castiron.vmfb.run.batch import Cover
 from castiron.vmfb.run.chunks import chunks
+from castiron.vmfb.run.decode_plan import Cover
 
 
 @st.composite

@@ -13,8 +13,7 @@ import castiron
 from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.engine.engine import Engine
-from castiron.pipelines.text.generation import Stream
-from castiron.pipelines.text.text_output import text_request
+from castiron.pipelines.text.text_output import Stream, text_request
 from castiron.vmfb.bundle.bundle import open_bundle
 from tests.support.served import CONTEXT, SLOTS, ask, checkpoint, served
 from tests.support.structured import PERSON

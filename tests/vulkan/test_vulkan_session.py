@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from castiron.vmfb.device.program import NanLogitsError
-from castiron.vmfb.run.batch import Batch
-from castiron.vmfb.run.session import Session
+from castiron.vmfb.run.session import Batch, Session
 from castiron.vmfb.run.state_file import StateFile, identity, read_head, read_rows, write_state
 
 # A KV cache, a ring buffer, and recurrent states.

@@ -1,18 +1,19 @@
-"""A session: the states and position of one sequence, and the calls that append tokens to it."""
+"""Sequences: a session has the states of one and appends tokens to it; a batch has several."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from castiron.vmfb.bundle.bundle import Bundle
+from castiron.vmfb.bundle.bundle import Bundle, open_bundle
 from castiron.vmfb.device.open_program import open_program
-from castiron.vmfb.device.program import Buffer, Call, Program, SessionError, exclusive
+from castiron.vmfb.device.program import Buffer, Call, NanLogitsError, Program, SessionError, exclusive
 from castiron.vmfb.run.chunks import chunks
+from castiron.vmfb.run.decode_plan import Cover, Span, costs_of
 from castiron.vmfb.run.states import KINDS, Snapshot
 
 # Max number and total bytes of the snapshots for `rewind`; the last one may be larger.
@@ -395,6 +396,92 @@ class Row:
 
     def logits(self) -> np.ndarray:
         return self.call.logits(self.row)
+
+
+class Batch:
+    """Slots of sequences that are decoded together, so that a call reads the weights only once.
+
+    slots: a `Session` each. The bundle's functions `decode_batch_B` decode B adjacent slots; there
+    are as many slots as the largest B. A call takes as long if some of its slots get no token, so
+    several narrow calls may be faster than a wide one. The slots' states are parts of one buffer
+    per state, joined along dimension 0.
+    """
+
+    def __init__(self, source: Bundle | Path | str | Session, threads: int | None = None, single: bool = False):
+        """Load a bundle, or use an open session as the only slot; `single`: have only one slot."""
+        self._calls: dict[Span, tuple[Call, memoryview, memoryview]] = {}
+        if single or not isinstance(source, Bundle | Path | str):
+            self.slots, self.size = [Session(source, threads) if isinstance(source, Bundle | Path | str) else source], 1
+            return
+        bundle = open_bundle(source)
+        states, self.size = bundle.manifest.states, max(bundle.manifest.widths("batch"), default=1)
+        self.program = program = open_program(bundle, threads, self.size)
+        buffers = [program.state((self.size * s.shape[0], *s.shape[1:]), s.dtype) for s in states]
+
+        def slots(first: int, last: int) -> list[Buffer]:
+            return [b.part(first * s.shape[0], last * s.shape[0]) for s, b in zip(states, buffers, strict=True)]
+
+        self.slots = [Session(program, states=slots(i, i + 1)) for i in range(self.size)]
+        self._cover = Cover(self.size, costs_of(program.manifest))
+        for first, width in self._cover.spans:
+            if width > 1:
+                tokens, positions = (program.zeros((width,), "i32") for _ in range(2))
+                operands = tokens, positions, *slots(first, first + width)
+                call = program.call(program.manifest.function("batch", width), operands)
+                self._calls[first, width] = call, tokens.words, positions.words
+
+    def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
+        """Append one token to each given slot; return the argmax after it by slot, -1 for NaN.
+
+        SessionError, before any work, for an invalid slot or token, or a full context.
+        """
+        for slot in tokens:
+            if not 0 <= slot < self.size:
+                raise SessionError(f"slot {slot} does not exist; the batch has slots 0 to {self.size - 1}")
+        if len(tokens) == 1:
+            return {slot: self._step_single(slot, token) for slot, token in tokens.items()}
+        for slot, token in tokens.items():
+            session = self.slots[slot]
+            if session.position >= session.context or not 0 <= token < session.vocab:
+                session._checked((token,))
+        found: dict[int, int] = {}
+        for first, width in self._cover.of(tuple(sorted(tokens))):
+            if width == 1:
+                found[first] = self._step_single(first, tokens[first])
+            else:
+                found |= self._step_together((first, width), tokens)
+        return found
+
+    def _step_single(self, slot: int, token: int) -> int:
+        try:
+            return self.slots[slot].step(token)
+        except NanLogitsError:
+            return -1
+
+    @exclusive
+    def _step_together(self, span: Span, tokens: Mapping[int, int]) -> dict[int, int]:
+        (call, words, positions), (first, width) = self._calls[span], span
+        taken = [slot for slot in range(first, first + width) if slot in tokens]
+        for slot in taken:
+            self.slots[slot].prepare(self.slots[slot].position + 1)
+        self._save_logits(call, taken)
+        for row in range(width):
+            words[row] = tokens.get(first + row, 0)
+            positions[row] = self.slots[first + row].position if first + row in tokens else -1
+        call.invoke()
+        found = call.argmaxes(width)
+        for slot in taken:
+            session = self.slots[slot]
+            session.tokens[session.position] = tokens[slot]
+            session.position += 1
+            session._last = Row(call, slot - first)
+        return {slot: found[slot - first] for slot in taken}
+
+    def _save_logits(self, call: Call, stepped: Collection[int]) -> None:
+        """Copy logits of slots not in `stepped`, which the next run of `call` would overwrite."""
+        for slot, session in enumerate(self.slots):
+            if slot not in stepped and isinstance(session._last, Row) and session._last.call is call:
+                session._last = session._last.logits()
 
 
 def move_to(session: Session, position: int, fed: Sequence[int] = (), source: Session | None = None) -> None:
