@@ -153,12 +153,6 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone)
         self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
 
-    def choose_file(self, selector: str, path: Path) -> None:
-        """Choose a file for a file input."""
-        root = self.call("DOM.getDocument")["root"]["nodeId"]
-        node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
-        self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
-
     def click(self, selector: str) -> None:
         """Click in the middle of the first element that matches the selector."""
         x, y = self.run(
