@@ -106,10 +106,7 @@ def _codes(encoder: Encoder, x: np.ndarray, inverse: np.ndarray, out: np.ndarray
 
 
 def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-    """Return the scale of each group with the least weighted error of scale * code, f32 [n].
-
-    x, weights: [group, n], a column for each group; no weights: all 1.
-    """
+    """Return the scale of each column of x [group, n] with the least error of scale * code."""
     largest = np.take_along_axis(x, np.abs(x).argmax(axis=0)[None], axis=0)[0]
     weighted = x if weights is None else weights * x
     best, scale = np.zeros(x.shape[1], np.float32), np.zeros(x.shape[1], np.float32)
@@ -128,11 +125,7 @@ def _scales(encoder: Encoder, x: np.ndarray, weights: np.ndarray | None) -> np.n
 def _scales_and_minima(
     encoder: Encoder, x: np.ndarray, weights: np.ndarray | None, negative: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return scale and minimum of each group with the least error of scale * code + minimum.
-
-    x, weights: [group, n], a column for each group; no weights: all 1.
-    negative: whether minima are limited to numbers <= 0, as K-quants store them.
-    """
+    """Return the best scales and minima of the columns of x [group, n]; `negative`: minima <= 0."""
     low, high = x.min(axis=0), x.max(axis=0)
     if negative:
         np.minimum(low, 0, out=low)
@@ -159,10 +152,7 @@ def _scales_and_minima(
 
 
 def _as_factors(values: np.ndarray, groups: int, high: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Round [n] to d * factor: d f16 [blocks], factors [blocks, groups], and d * factor [n].
-
-    high: -128 for factors from -128 to 127, or 63 for 0 to 63; the largest value gets this factor.
-    """
+    """Round [n] to d * factor; return d f16 [blocks], factors [blocks, groups], d * factor."""
     by_block = values.reshape(-1, groups)
     largest = np.take_along_axis(by_block, np.abs(by_block).argmax(axis=1)[:, None], axis=1)
     d = (largest / np.float32(high)).astype(np.float16)

@@ -131,10 +131,7 @@ def _experts(op: Op) -> str | None:
 
 
 def _recurrence(fits: Callable[[list[tuple[int, ...]], tuple[int, ...]], bool]) -> Callable[[Op], str | None]:
-    """Return a check of an operation with a recurrent state.
-
-    fits(shapes, state): gets the shapes of operands and result, and of one layer's state.
-    """
+    """Return a check of an operation with a recurrent state."""
 
     def rule(op: Op) -> str | None:
         mode, (y, after) = op.attrs["mode"], op.results

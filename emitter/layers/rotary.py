@@ -120,11 +120,7 @@ def _llama3(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
 
 
 def _yarn(theta: float, dim: int, scaling: Mapping, positions: int) -> Rotary:
-    """Return YaRN's frequencies (arXiv:2309.00071), with the attention factor of section 3.4.
-
-    dim: number of rotated features of a head. scaling: the config's `rope_scaling`. positions: the
-    model's max sequence length.
-    """
+    """Return YaRN's frequencies (arXiv:2309.00071), with the attention factor of section 3.4."""
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
 
     def mscale(scale: float, m: float = 1.0) -> float:

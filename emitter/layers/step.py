@@ -160,7 +160,7 @@ class Step:
         return (keys.name, values.name), keys.layers.index(layer)
 
     def weight(self, name: str, shape: Sequence[int], codec: str | None = None, transform=None) -> Value:
-        """Return the tensor `<module path>.<name>` as f32, by default in the codec of `module.codecs`."""
+        """Return the tensor `<module path>.<name>` as f32, stored in `codec` or as the module says."""
         full = ".".join(filter(None, (current_path(), name)))
         return self.module.weight(Weight(full, tuple(shape), codec or self.module.codecs(full), transform))
 

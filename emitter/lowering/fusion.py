@@ -231,11 +231,7 @@ def _apart(graph: _Uses, linear: Op, order: tuple[int, int]) -> list[Op]:
 
 
 def _chain(graph: _Uses, value: Value) -> list[Op]:
-    """Return the operations between a projection and q or k of attention, the last one first.
-
-    They are at most a rope, an RMS norm of each head, a reshape to heads, and one of the complete
-    row.
-    """
+    """Return the operations between a projection and q or k of attention, the last one first."""
     chain: list[Op] = []
     for kind in ("rope", "rms_norm", "reshape", "rms_norm"):
         op = graph.only(value, kind)
@@ -278,10 +274,7 @@ def _codec(graph: _Uses, linear: Op) -> str:
 
 
 def _glu(graph: _Uses, op: Op, siblings_first: bool) -> None:
-    """Replace the multiplication `op` by one matmul if it is act(gate) * up of a GLU.
-
-    siblings_first: leave it to `_siblings` if more linear layers have the same input and codec.
-    """
+    """Replace the multiplication `op` by one matmul if it is act(gate) * up of a GLU."""
     for a, b in (op.operands, op.operands[::-1]):
         act, up = graph.only(a, "activation"), graph.only(b, "linear")
         gate = graph.only(act.operands[0], "linear") if act else None

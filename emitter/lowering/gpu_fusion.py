@@ -50,11 +50,7 @@ class _Fusion:
                 self.users.setdefault(value, []).append(op)
 
     def expression(self, root: Value, names: dict[Value, str], own: Value | None = None) -> Expression:
-        """Return the operations from loaded values to `root`, which a kernel computes itself.
-
-        names: from each loaded value to the name of a kernel operand; missing values are added.
-        own: the kernel's own result, which is not loaded.
-        """
+        """Return the operations from loaded values to `root`, which a kernel computes itself."""
         producers: dict[Value, Op] = {}
 
         def visit(value: Value) -> None:
@@ -142,10 +138,7 @@ def _continued(f: _Fusion) -> dict[Op, Value]:
 
 
 def _last(f: _Fusion, result: Value, inside: set[Value]) -> tuple[Value | None, set[Value]]:
-    """Return the last value computed element-wise from a kernel's `result`, and those before it.
-
-    inside: values that other kernels compute and do not store, which are excluded.
-    """
+    """Return the last value computed element-wise from a kernel's `result`, and those before it."""
     after, order = {result}, [result]
     for value in order:
         for user in f.users.get(value, []):
@@ -163,10 +156,7 @@ def _last(f: _Fusion, result: Value, inside: set[Value]) -> tuple[Value | None, 
 
 
 def _last_of_heads(f: _Fusion, op: Op) -> Value | None:
-    """Return the result [T, heads * n] of the per-head matmul after an attention kernel, or None.
-
-    It multiplies each head by a matrix, as the value projection of MLA does.
-    """
+    """Return the result of a matmul per head after an attention kernel, as in MLA, or None."""
     value, heads = op.results[0], op.attrs["kernel"].heads
     for kind in ("reshape", "slice", "dot_general", "transpose", "reshape"):
         users = f.users.get(value, [])
@@ -197,10 +187,7 @@ def _between(f: _Fusion, root: Value, candidates: set[Value]) -> set[Value]:
 
 
 def _rewritten(f: _Fusion, op: Op, root: Value | None) -> list[Op]:
-    """Fuse operations around the kernel call `op`; return the calls that replace it, its own last.
-
-    root: the value that the fused kernel returns instead of its first result; None for no change.
-    """
+    """Fuse operations around the kernel call `op`; return the calls that replace it."""
     kernel: GpuKernel = op.attrs["kernel"]
     given = dict(zip(kernel.tensors, op.operands, strict=True))
     computed = [name for name, x in given.items() if _is_computed(f, kernel, name, x)]
@@ -303,10 +290,7 @@ def _rows_inside(ops: Sequence[Op], outputs: Sequence[Value]) -> list[Op]:
 
 
 def _with_rows(op: Op, user: Op, is_stored: bool) -> Op | None:
-    """Return one call in which each workgroup of `user` computes the rows of `op` itself, or None.
-
-    is_stored: whether the new call also returns the result of `op`.
-    """
+    """Return one call whose workgroups compute the rows of `op` for `user`, or None."""
     rows, kernel = op.attrs["kernel"], user.attrs.get("kernel")
     if not isinstance(kernel, GpuKernel):
         return None

@@ -166,10 +166,7 @@ def fused_attention(c: Context, op: Op, *operands: Any) -> tuple[Value, Value, V
 
 
 def _part_of_heads(x: Value, layout: HeadLayout, parts: int, part: int) -> Value:
-    """Return the columns of the query heads in subset `part`, which has some of each kv head.
-
-    x: [..., heads * n]; the result is [..., heads * n / parts].
-    """
+    """Return [..., heads * n / parts]: the columns of the query heads in subset `part`."""
     if parts == 1:
         return x
     *rows, last = x.shape
@@ -188,10 +185,7 @@ def _part_of_queries(qkv: Value, layout: HeadLayout, parts: int, part: int) -> V
 
 
 def _tokens(op: Op, count: int, state: Value, numbers: Sequence[Value]) -> tuple[Tokens, dict[str, Value]]:
-    """Return which tokens a recurrent kernel computes, and the operands that say so.
-
-    numbers: (positions,) in a batch, (start, length) in a prefill, and (start,) otherwise.
-    """
+    """Return which tokens a recurrent kernel computes, and the operands of these tokens."""
     if op.attrs["mode"] == "batch":
         return Tokens(count, state.shape[0], batch=True), {"positions": numbers[0]}
     length = numbers[1:] if count > 1 else ()
@@ -216,11 +210,7 @@ def _columns(x: Value) -> tuple[Value, Columns]:
 def _recurrent(
     make: Callable[..., Kernel], op: Op, state: Value, numbers: Sequence[Value], rows: Mapping[str, Value], **given: Value
 ) -> tuple[Value, Value]:
-    """Append the kernel call of a recurrent operation; return its result and the new state.
-
-    make(tokens, columns): returns the kernel. rows: operands [T, ...], read where a matmul stored
-        them.
-    """
+    """Append the kernel call of a recurrent operation; return its result and the new state."""
     tokens, of_tokens = _tokens(op, op.results[0].shape[0], state, numbers)
     sources = {name: _columns(x) for name, x in rows.items()}
     kernel = make(tokens, {name: columns for name, (_, columns) in sources.items()})

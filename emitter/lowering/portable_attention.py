@@ -62,10 +62,7 @@ def _over_positions(
     op: Op, sinks: Value | None, layer: int, start: Value, length: Value | None,
     q: Value, k: Value, v: Value, k_cache: Value, v_cache: Value,
 ) -> tuple[Value, Value, Value]:  # fmt: skip
-    """Compute attention of one sequence over caches that store all positions, as `attention` does.
-
-    layer: index in dimension 0 of the caches. length: None without padding; 0 if idle in a batch.
-    """
+    """Compute attention of one sequence; an idle one of a batch has the length 0."""
     tokens, context, stored = q.shape[0], k_cache.shape[1], CACHES[op.attrs["storage"]]
     k, v = _rounded(k, stored), _rounded(v, stored)
     if op.attrs["mode"] == "batch" and length is not None:
@@ -179,10 +176,7 @@ def _seen_both_ways(start: Value, length: Value, shape: tuple[int, ...], window:
 
 
 def _attend(op: Op, sinks: Value | None, q: Value, k: Value, v: Value, seen: Value) -> Value:
-    """Return the result of attention [T, heads * head_dim] over n positions.
-
-    q: [T, heads, head_dim]. k, v: [n, kv_heads, head_dim]. seen: the mask, i1 [T, n].
-    """
+    """Return attention of q [T, heads, head_dim] to k, v [n, kv_heads, head_dim] where `seen`."""
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     # [T, kv_heads, group, head_dim] . [n, kv_heads, head_dim] -> [kv_heads, T, group, n]

@@ -42,10 +42,7 @@ class _Call:
 
 
 def _recurrence(rule: Callable[..., tuple[Value, Value]]) -> Rule:
-    """Return a lowering rule that reads a layer's state, calls `rule`, and writes the state back.
-
-    rule(tokens, *operands): returns the result, and the layer's state after the tokens.
-    """
+    """Return a lowering rule that reads a layer's state, calls `rule`, and stores the state."""
 
     def lowered(op: Op, *operands) -> tuple[Value, Value]:
         mode, layer = op.attrs["mode"], op.attrs["layer"]
@@ -130,10 +127,8 @@ class _Decays:
 
 
 def _decays(log: Value) -> _Decays:
-    """Return the decays of a chunk from their logarithms at each token, [heads, C].
-
-    The logarithms are summed directly, because HF's difference of two sums loses precision.
-    """
+    """Return the decays of a chunk from their logarithms at each token, [heads, C]."""
+    # The logarithms are summed directly, because HF's difference of two sums loses precision.
     heads, count = log.shape
     shape = (heads, count, count + 1)
     # Column 0 has the sums of logarithms from the state before the chunk to each token, and column j + 1 those from token j.
@@ -160,10 +155,7 @@ def _times(x: Value, y: Value) -> Value:
 
 
 def _chunks(tokens: _Call, rows: list[Value], chunk: Callable[..., tuple[Value, Value]]) -> tuple[Value, Value]:
-    """Compute a recurrence in chunks; return the results [T, heads, ...] and the last state.
-
-    chunk(*operands [heads, C, ...], state): returns results [heads, C, ...] and the next state.
-    """
+    """Return results [T, heads, ...] and the last state; `chunk` computes C tokens."""
     results, count, state = [], rows[0].shape[0], ops.reshape(tokens.before, tokens.before.shape[1:])
     for start in range(0, count, CHUNK):
         stop = min(start + CHUNK, count)
@@ -174,11 +166,9 @@ def _chunks(tokens: _Call, rows: list[Value], chunk: Callable[..., tuple[Value, 
 
 
 def _inverse(lower: Value) -> Value:
-    """Return the inverse of I + L, where L is the part of `lower` [heads, C, C] below the diagonal.
-
-    Diagonal blocks of 1, 2, 4, ...: that of [[A, 0], [B, D]] is [[A^-1, 0], [-D^-1 B A^-1, D^-1]].
-    Powers of `lower` would need fewer matmuls, but overflow f32 if keys are similar.
-    """
+    """Return the inverse of I + L for the part L of `lower` [heads, C, C] below the diagonal."""
+    # Diagonal blocks of 1, 2, 4, ...: that of [[A, 0], [B, D]] is [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. Powers of `lower` would
+    # need fewer matmuls, but overflow f32 if keys are similar.
     heads, count, _ = lower.shape
     row, column = np.indices((count, count))
     inverse = _constant(np.eye(count), lower.shape)
@@ -216,11 +206,7 @@ def _unit(x: Value) -> Value:
 
 
 def _delta_of_token(q: Value, k: Value, v: Value, decay: Value, beta: Value, state: Value) -> tuple[Value, Value]:
-    """Apply the gated delta rule to one token of each sequence; return result and new state.
-
-    q, k: [sequences, heads, k_dim]. v: [sequences, heads, v_dim]. decay: [sequences, heads].
-    beta: [sequences, heads, 1]. state: [sequences, heads, k_dim, v_dim].
-    """
+    """Apply the rule to q, k [sequences, heads, k_dim] and v [sequences, heads, v_dim]."""
     state = ops.multiply(state, _along(decay, state, 0, 1))
     delta = _times(ops.subtract(v, _read(k, state, 2)), beta)
     state = ops.add(state, ops.multiply(_along(k, state, 0, 1, 2), _along(delta, state, 0, 1, 3)))
@@ -233,12 +219,8 @@ def _read(x: Value, state: Value, dim: int) -> Value:
 
 
 def _delta_of_chunk(q: Value, k: Value, v: Value, log: Value, beta: Value, state: Value) -> tuple[Value, Value]:
-    """Apply the gated delta rule to a chunk of C tokens; return the result and the new state.
-
-    q, k: [heads, C, k_dim]. v: [heads, C, v_dim]. log: [heads, C], the logarithm of the decay.
-    beta: [heads, C, 1]. state: [heads, k_dim, v_dim]. An update depends on earlier ones, so all
-        updates solve a triangular system with the right side beta * (v - decay * k @ state).
-    """
+    """Apply the rule to q, k, v [heads, C, ...], with the log of the decay, beta and state."""
+    # Updates depend on earlier ones: they solve a triangular system with the right side beta * (v - decay * k @ state).
     decays, written = _decays(log), _times(k, beta)
     system = ops.multiply(_dot(written, k, 2, 2), decays.between)
     recalled = _dot(_times(written, decays.since_start), state, 2, 1)
@@ -269,11 +251,7 @@ def selective_scan(tokens: _Call, x: Value, dt: Value, b: Value, c: Value, rate,
 
 
 def _scan_of_chunk(written: Value, b: Value, c: Value, log: Value, state: Value) -> tuple[Value, Value]:
-    """Apply the scan of Mamba 2 to a chunk of C tokens; return the result and the new state.
-
-    written: x times the time step of each token, [heads, C, head_dim]. b, c: [heads, C, n].
-    log: [heads, C], the logarithm of the decay. state: [heads, head_dim, n].
-    """
+    """Apply the scan to written = x * d [heads, C, head_dim] and b, c [heads, C, n]."""
     decays = _decays(log)
     inside = _dot(ops.multiply(_dot(c, b, 2, 2), decays.between), written, 2, 1)
     out = ops.add(inside, _dot(_times(c, decays.since_start), state, 2, 2))

@@ -79,10 +79,7 @@ def best_of_rows(rows: int, parts: int) -> Kernel:
 
 
 def _search(b: GpuBody, read, count: Index) -> tuple[Ssa, Ssa]:
-    """Emit code that finds the largest of `count` numbers: (number, index), known to all threads.
-
-    read(i): emits code that reads number i, and returns (number, index to report for it).
-    """
+    """Emit code that finds the largest of `count` numbers: (number, index) in all threads."""
     thread = b.thread()
     lowest, nowhere = b.f32(float("-inf")), b.i32(0x7FFFFFFF)
 

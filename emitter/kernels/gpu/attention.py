@@ -150,10 +150,7 @@ def _append(
     b: GpuBody, thread: Ssa, caches: Caches, layout: HeadLayout, rows: QkvRows, at: Sequence[Index], token: Index,
     given: Mapping[str, Ssa], only: Ssa | None = None,
 ) -> tuple[Ssa, Ssa]:  # fmt: skip
-    """Emit code that prepares and appends k and v of one token; return them, shared f32 [head_dim].
-
-    at: (layer, position, kv head). only: an i1; if it is false, the caches stay unchanged.
-    """
+    """Prepare and append k and v at (layer, position, kv head); return them, shared memrefs."""
     _, position, head = at
     new = b.shared(layout.head_dim), b.shared(layout.head_dim)
     heads = [(TokenHead(kind, token, head, position), target) for kind, target in zip("kv", new)]
