@@ -76,11 +76,8 @@ def _attention(op: Op) -> str | None:
         return "k and v must be [T, kv_heads, head_dim]"
     if heads % kv_heads:
         return f"{heads} heads are not a multiple of {kv_heads} kv heads"
-    if (
-        any(n.dtype is not I32 for n in numbers)
-        or not _has_start(op, tokens)
-        or len(numbers) != 1 + (op.attrs["mode"] == "prefill")
-    ):
+    are_positions = all(n.dtype is I32 for n in numbers) and len(numbers) == 1 + (op.attrs["mode"] == "prefill")
+    if not are_positions or not _has_start(op, tokens):
         return _POSITIONS
     if op.attrs["cache"] not in ("positional", "window"):
         return f"unknown kind of cache: {op.attrs['cache']}"
@@ -110,11 +107,8 @@ def _route(op: Op) -> str | None:
     groups, top_groups = op.attrs["groups"]
     rated = op.attrs["rated"]
     ok = ok and experts % groups == 0 and 1 <= top_groups <= groups and (groups == 1 or 1 <= rated <= experts // groups)
-    return (
-        None
-        if ok and 1 <= shape[1] <= experts // groups * top_groups
-        else "needs logits [T, experts], and a valid top_k and groups"
-    )
+    ok = ok and 1 <= shape[1] <= experts // groups * top_groups
+    return None if ok else "needs logits [T, experts], and a valid top_k and groups"
 
 
 def _experts(op: Op) -> str | None:

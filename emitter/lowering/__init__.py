@@ -68,7 +68,7 @@ def lower(
         if lowering == "portable":
             rewrite(function, portable.RULES, lowered)
         elif lowering == "gpu":
-            rewrite(fuse(function, gpu.NORM_LIMIT, MAX_TOKENS, gpu=True), gpu.rules(), lowered)
+            rewrite(fuse(function, gpu.NORM_LIMIT, MAX_TOKENS, gpu=True), gpu.RULES, lowered)
             lowered.functions[function.name] = fuse_kernels(lowered.functions[function.name])
         else:
             rewrite(fuse(function, NORM_LIMIT), kernels.Context(cpu, threads, project).rules(), lowered)

@@ -178,12 +178,6 @@ def argmax_rows(op: Op, logits: Value) -> Value:
     return ops.reshape(index, tuple(rows))
 
 
-def rules() -> dict[str, Rule]:
-    """Return the lowering rule of each kind of layer operation."""
-    shared = {kind: partial(kernels.RULES[kind], _CONTEXT) for kind in ("matmul", *RECURRENT)}
-    return {**portable.RULES, **shared, **RULES}
-
-
 RECURRENT: dict[str, Callable[..., Kernel]] = {
     "causal_conv": recurrent.causal_conv,
     "gated_delta": recurrent.gated_delta,
@@ -192,6 +186,8 @@ RECURRENT: dict[str, Callable[..., Kernel]] = {
 # The rules of `lowering.kernels` that are shared do not use the instruction set.
 _CONTEXT = kernels.Context(ISAS["avx2"], 1, projected, RECURRENT)
 RULES: dict[str, Rule] = {
+    **portable.RULES,
+    **{kind: partial(kernels.RULES[kind], _CONTEXT) for kind in ("matmul", *RECURRENT)},
     "embedding": embedding,
     **dict.fromkeys(("rms_norm", "layer_norm"), norm),
     "experts": experts,

@@ -60,6 +60,13 @@ def _reference(
     return {"out": out} if tokens.in_cache else {"out": out, "k_cache": k_cache, "v_cache": v_cache}
 
 
+def _operands(
+    caches: Caches, layout: HeadLayout, tokens: DecodeTokens, rows: QkvRows, of_scores: Mapping[str, TensorType]
+) -> dict[str, TensorType | str]:
+    cached, prepared = caches.types(layout.kv_heads, layout.head_dim), layout.operands(caches.context)
+    return {**rows.operands(tokens.count), **prepared, **of_scores, **tokens.operands, **cached, "layer": INDEX}
+
+
 @cache
 def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: DecodeTokens, rows: QkvRows) -> Kernel:
     """Return the attention kernel for one token of each sequence, or for a chunk of one sequence.
@@ -73,14 +80,6 @@ def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: Decode
     cached = caches.types(layout.kv_heads, layout.head_dim)
     updated = {} if tokens.in_cache else cached
     queries = min(QUERIES, tokens.count) if tokens.in_cache else 1
-    operands: dict[str, TensorType | str] = {
-        **rows.operands(tokens.count),
-        **layout.operands(caches.context),
-        **scores.operands(layout.heads),
-        **tokens.operands,
-        **cached,
-        "layer": INDEX,
-    }
 
     def write(b: GpuBody, layer: Ssa, **given: Ssa) -> None:
         _Writer(b, b.thread(), caches, layout, scores, tokens, rows, queries, given).write(layer)
@@ -88,7 +87,7 @@ def attention(caches: Caches, layout: HeadLayout, scores: Scores, tokens: Decode
     sizes = "x".join(map(str, rows.widths))
     return GpuKernel(
         f"gpu_attention_{caches.layers}x{caches.context}_{layout.suffix}_{scores.suffix}{tokens.suffix}{caches.suffix}_{sizes}",
-        operands,
+        _operands(caches, layout, tokens, rows, scores.operands(layout.heads)),
         {"out": TensorType((tokens.count, layout.keys), F32), **updated},
         layout.heads * -(-tokens.count // queries),
         write,
@@ -109,13 +108,6 @@ def append(caches: Caches, layout: HeadLayout, T: int, rows: QkvRows) -> Kernel:
         place.
     """
     hd, tokens, cached = layout.head_dim, DecodeTokens("chunk", T), caches.types(layout.kv_heads, layout.head_dim)
-    operands: dict[str, TensorType | str] = {
-        **rows.operands(T),
-        **layout.operands(caches.context),
-        **tokens.operands,
-        **cached,
-        "layer": INDEX,
-    }
 
     def write(b: GpuBody, layer: Ssa, **given: Ssa) -> None:
         thread, unit = b.thread(), b.workgroup()
@@ -136,7 +128,7 @@ def append(caches: Caches, layout: HeadLayout, T: int, rows: QkvRows) -> Kernel:
 
     return GpuKernel(
         f"gpu_append_{caches.layers}x{caches.context}_{T}_{layout.suffix}{caches.suffix}_{'x'.join(map(str, rows.widths))}",
-        operands,
+        _operands(caches, layout, tokens, rows, {}),
         cached,
         T * layout.kv_heads,
         write,

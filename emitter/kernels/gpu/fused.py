@@ -145,13 +145,7 @@ def beside(first: GpuKernel, second: GpuKernel, shared: Mapping[str, str]) -> Gp
     `first`.
     """
 
-    def of_first(name: str) -> str:
-        return f"a_{name}"
-
-    def of_second(name: str) -> str:
-        return of_first(shared[name]) if name in shared else f"b_{name}"
-
-    names = (first, of_first), (second, of_second)
+    names = (first, lambda name: f"a_{name}"), (second, lambda name: f"a_{shared[name]}" if name in shared else f"b_{name}")
     others = {named(name) for kernel, named in names for name in kernel.operands if name not in kernel.reads_rows}
     rows = {named(name): n for kernel, named in names for name, n in kernel.reads_rows.items() if named(name) not in others}
     operands, results, in_place = dict[str, TensorType | str](), dict[str, TensorType](), dict[str, str]()
