@@ -14,8 +14,8 @@ from castiron.emitter.graph.stablehlo import LOWERED
 from castiron.emitter.graph.types import EmitError
 from castiron.emitter.graph.verifier import check
 from castiron.emitter.kernels.gpu.matvec import MAX_TOKENS
+from castiron.emitter.kernels.matmul.schedule import Tiles
 from castiron.emitter.kernels.matmul.selection import kernel_of
-from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import ISAS
 from castiron.emitter.layers.operations import LAYERS

@@ -12,7 +12,7 @@ from castiron.emitter.graph.stablehlo import LOWERED
 from castiron.emitter.graph.types import EmitError
 from castiron.emitter.graph.verifier import check
 from castiron.emitter.kernels.kernel import Kernel, kernel_call
-from castiron.emitter.kernels.matmul import small_batch
+from castiron.emitter.kernels.matmul.schedule import FEW_TOKENS
 from castiron.emitter.kernels.matmul.selection import kernel_of, numerics_of
 from castiron.emitter.kernels.matmul_spec import FAST, PIECES, Matmul
 from castiron.emitter.kernels.mlir.isa import ISAS
@@ -139,7 +139,7 @@ def _of_model(function: str, model_type: str, *keys: str) -> Callable[[str, Kern
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 HEADS_SHAPE = "HEADSxKV_HEADSxHEAD_DIM"
-FEW = small_batch.MAX_TOKENS
+FEW = FEW_TOKENS
 
 KINDS: dict[str, Kind] = {
     "gemv": Kind("OUTxIN", "1536x576", (1, 1, 1), _matmul),

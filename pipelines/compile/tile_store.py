@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from castiron.emitter.kernels.matmul.schedule import Tiles
 from castiron.emitter.kernels.matmul.selection import kernel_of, read_tiles
-from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.pipelines.compile.compile_options import Options

@@ -18,8 +18,8 @@ from pathlib import Path
 from castiron.emitter.abi import Function
 from castiron.emitter.graph.ir import Module
 from castiron.emitter.graph.printer import print_module
+from castiron.emitter.kernels.matmul.schedule import Tiles
 from castiron.emitter.kernels.matmul.selection import default_tiles, kernel_of
-from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import ISAS, Isa
 from castiron.emitter.lowering import lower

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from castiron.emitter.codecs import CODECS, codec_of, dequantise
 from castiron.emitter.kernels.epilogue import ACTIVATIONS
 from castiron.emitter.kernels.kernel import Kernel
+from castiron.emitter.kernels.matmul.schedule import Tiles
 from castiron.emitter.kernels.matmul.selection import kernel_of
-from castiron.emitter.kernels.matmul.tiles import Tiles
 from castiron.emitter.kernels.matmul_spec import PIECES, Matmul
 from castiron.emitter.kernels.mlir.isa import AVX2, ISAS, Isa
 from castiron.emitter.kernels.mlir.vector_math import rms_normed

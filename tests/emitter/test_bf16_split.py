@@ -7,8 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from castiron.emitter.codecs import CODECS
-from castiron.emitter.kernels.matmul.gemm_bf16 import GemmBf16Tiles
-from castiron.emitter.kernels.matmul.gemm_matrix import GemmMatrixTiles
+from castiron.emitter.kernels.matmul.schedule import GemmBf16Tiles, GemmMatrixTiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import ISAS
 from castiron.emitter.kernels.split_x import EXACT, joined, nearest, split, split_x

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from castiron.emitter.codecs import CODECS, codec_of
-from castiron.emitter.kernels.matmul.experts import GroupedIntegerTiles, GroupedTiles
-from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
+from castiron.emitter.kernels.matmul.schedule import GemvTiles, GroupedIntegerTiles, GroupedTiles
 from castiron.emitter.kernels.matmul.selection import kernel_of
 from castiron.emitter.kernels.matmul_spec import MIN_PAIRS, Matmul
 from castiron.emitter.kernels.mlir.isa import AVX2, ISAS

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from castiron.emitter.codecs import codec_of
 from castiron.emitter.codecs.fixed_point import MAX_INTEGER
-from castiron.emitter.kernels.matmul.gemm_integer import GemmIntegerTiles, SmallBatchIntegerTiles
+from castiron.emitter.kernels.matmul.schedule import GemmIntegerTiles, SmallBatchIntegerTiles
 from castiron.emitter.kernels.matmul.selection import kernel_of
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import ISAS

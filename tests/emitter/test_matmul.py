@@ -8,9 +8,8 @@ from itertools import product
 import pytest
 
 from castiron.emitter.codecs import CODECS
-from castiron.emitter.kernels.matmul.gemm import GemmTiles
+from castiron.emitter.kernels.matmul.schedule import GemmTiles, SmallBatchTiles
 from castiron.emitter.kernels.matmul.selection import default_tiles, kernel_of, read_tiles
-from castiron.emitter.kernels.matmul.small_batch import SmallBatchTiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import AMX, AVX2, ISAS, NEON
 from tests.emitter.linear_cases import QUANTISED

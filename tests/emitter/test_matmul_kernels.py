@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from castiron.emitter.codecs import CODECS
 from castiron.emitter.kernels.epilogue import ACTIVATIONS
-from castiron.emitter.kernels.matmul.gemm import GemmTiles
-from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
+from castiron.emitter.kernels.matmul.schedule import GemmTiles, GemvTiles, SmallBatchTiles
 from castiron.emitter.kernels.matmul.selection import kernel_of
-from castiron.emitter.kernels.matmul.small_batch import SmallBatchTiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import Body
 from castiron.emitter.kernels.mlir.isa import AVX2, AVX512, NEON

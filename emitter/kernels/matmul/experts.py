@@ -25,25 +25,23 @@ are multiplied in tiles of `rest` pairs. The size of a tile does not change the 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
-from castiron.emitter.kernels.matmul import gemm, gemm_integer
-from castiron.emitter.kernels.matmul.gemm import Gemm, GemmTiles
-from castiron.emitter.kernels.matmul.gemm_integer import GemmInteger, GemmIntegerTiles
+from castiron.emitter.kernels.matmul.gemm import Gemm
+from castiron.emitter.kernels.matmul.gemm_integer import GemmInteger
 from castiron.emitter.kernels.matmul.gemv import Gemv
-from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
-from castiron.emitter.kernels.matmul.tiles import Buffers, Finish, PanelTiles, even_share, panel_columns
+from castiron.emitter.kernels.matmul.output import Buffers, Epilogue
+from castiron.emitter.kernels.matmul.schedule import (
+    DECODING,
+    GemvTiles,
+)
 from castiron.emitter.kernels.matmul_spec import Matmul
-from castiron.emitter.kernels.mlir.body import PARTS, STACK_BYTES, Body, Index, Ssa, Type
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa, Type
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import outer
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import Decoded, units
 
-DECODING = 4  # decoding the weights of a block takes as long as the computation of this many pairs
-# Max pairs of a block whose weights are decoded in registers, without a panel, with x in f32 and in integers.
-DIRECT, DIRECT_INTEGER = 32, 16
 UNITS = 8  # units of k (`panel.units`) of a float codec per loop iteration
 
 
@@ -72,72 +70,6 @@ class ExpertGemvs:
             b.store(b.f32(0.0), buffers["y"], pair, k.index)
 
 
-@dataclass(frozen=True)
-class _PairTiles(PanelTiles):
-    """Tile sizes of MoE matmuls that multiply blocks of (token, expert) pairs of one expert.
-
-    A block has up to `tokens` pairs. The kernel multiplies it in tiles of a few pairs, whose sums
-    are in registers.
-
-    direct: max number of pairs of a small block. The kernel decodes weights for a small block in
-        registers, and for a larger block into a panel, a buffer on the stack.
-    few: number of pairs in a tile of a small block. It must divide `direct`.
-    rest: number of pairs in a tile at the end of a large block, where fewer pairs are left than the
-        `rows` of its other tiles. It must divide `rows`.
-    """
-
-    rest: int = 1
-    few: int = 1
-    direct: int = 1
-
-    def fit(self, matmul: Matmul) -> bool:
-        fits_small = self.rows % self.rest == 0 and self.direct % self.few == 0 and self.direct <= self.tokens
-        lists = 4 * (matmul.experts + self.tokens)  # bytes of `Grouped.counts` and `Grouped.pairs`
-        return fits_small and self.stack_bytes(matmul) + lists <= STACK_BYTES and super().fit(matmul)
-
-
-@dataclass(frozen=True)
-class GroupedTiles(_PairTiles, GemmTiles):
-    """The tile sizes of `Grouped`, an MoE matmul for f32 x that groups tokens by expert."""
-
-    @classmethod
-    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        wide, row_blocks = panel_columns(matmul, isa.lanes == LANES)
-        rows = 12 if isa.lanes == LANES else 6
-        budget = (STACK_BYTES - 4 * matmul.experts) // (4 * LANES * row_blocks + 4)
-        tokens = _pairs_of_block(matmul, rows, min(gemm.MAX_TOKENS, budget * 3 // 5))
-        size = units(matmul.codec)
-        depth = even_share(-(-matmul.in_features // size), min(gemm.MAX_DEPTH, budget - tokens) // size) * size
-        small = _small_tiles(isa, rows, min(DIRECT, tokens))
-        return cls(rows, wide, row_blocks, depth, tokens, workgroups=PARTS * threads, **small)
-
-
-@dataclass(frozen=True)
-class GroupedIntegerTiles(_PairTiles, GemmIntegerTiles):
-    """The tile sizes of `GroupedInteger`, an MoE matmul for quantised x that groups tokens by expert."""
-
-    @classmethod
-    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        wide, row_blocks = panel_columns(matmul, isa.lanes == LANES)
-        rows = gemm_integer.MAX_ROWS[isa.lanes]
-        budget = (STACK_BYTES - 4 * matmul.experts) // (LANES * row_blocks)
-        tokens = _pairs_of_block(matmul, rows, min(gemm.MAX_TOKENS, budget // 5 * 3 // 5))
-        depth = gemm_integer.int8_depth(matmul, budget - 5 * tokens)
-        small = _small_tiles(isa, rows, min(DIRECT_INTEGER, tokens))
-        return cls(rows, wide, row_blocks, depth, tokens, workgroups=PARTS * threads, **small)
-
-
-def _small_tiles(isa: Isa, rows: int, direct: int) -> dict[str, int]:
-    # Defaults of `_PairTiles`; `direct` is an upper limit.
-    few = min(8 if isa.lanes == LANES else 4, direct)
-    return {"rest": max(1, rows // 3), "few": few, "direct": direct // few * few}
-
-
-def _pairs_of_block(matmul: Matmul, rows: int, limit: int) -> int:
-    # A multiple of `rows`, at most max(limit, rows).
-    return max(1, min(-(-matmul.tokens // rows), limit // rows)) * rows
-
-
 class Grouped(Gemm):
     """A writer of the body of an MoE matmul kernel that groups (token, expert) pairs by expert.
 
@@ -155,7 +87,7 @@ class Grouped(Gemm):
         self.counts = b.stack(matmul.experts, element="i32")
         self.pairs = b.stack(tiles.tokens, element="i32")
         in_order = {name: buffer for name, buffer in buffers.items() if name != "length"}
-        self.finish = Finish(b, matmul, self.lanes, in_order, self.sums, self._pair)
+        self.epilogue = Epilogue(b, matmul, self.lanes, in_order, self.sums, self._pair)
 
     def write(self) -> None:
         b, tiles, matmul = self.b, self.tiles, self.matmul
@@ -219,7 +151,7 @@ class Grouped(Gemm):
             self._direct(block, count)
         with b.when(b.negate(few)):
             self._dots(block, 0, count)
-        self.finish.store(first_block, self.tiles.row_blocks, 0, count, count)
+        self.epilogue.store(first_block, self.tiles.row_blocks, 0, count, count)
 
     def _direct(self, block: Index, count: Index) -> None:
         b, few, lanes, vectors = self.b, self.tiles.few, self.lanes, LANES * self.tiles.wide // self.lanes

@@ -18,57 +18,15 @@ Rows of Y from `length` on are padding and become zero.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
-from castiron.emitter.kernels.matmul.tiles import (
-    Buffers,
-    Finish,
-    PanelTiles,
-    even_share,
-    even_tokens,
-    panel_columns,
-    panel_workgroups,
-)
+from castiron.emitter.kernels.matmul.output import Buffers, Epilogue
 from castiron.emitter.kernels.matmul_spec import Matmul
-from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import outer
 from castiron.emitter.kernels.weights.packing import LANES
-from castiron.emitter.kernels.weights.panel import Panel, units
-
-MAX_DEPTH = 288  # a panel of 18 KB for 16 columns; larger panels would evict x from the L1 cache
-MAX_TOKENS = 132  # more tokens would evict x from the L2 cache between blocks of columns
-
-
-@dataclass(frozen=True)
-class GemmTiles(PanelTiles):
-    """The tile sizes of `Gemm`.
-
-    unroll: number of elements of in_features that an iteration of the inner loop multiplies.
-    """
-
-    unroll: int = 8
-
-    def units(self, matmul: Matmul) -> tuple[int, int]:
-        return self.rows, units(matmul.codec)
-
-    def stack_bytes(self, matmul: Matmul) -> int:
-        return 4 * LANES * self.row_blocks * (self.depth + self.tokens)
-
-    @classmethod
-    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        T = matmul.tokens
-        wide, row_blocks = panel_columns(matmul, isa.roomy)
-        max_rows = 12 if isa.roomy else 6
-        # A tile of fewer than 4 rows is as slow as one of 4 rows, because of the latency of fma.
-        costs = {rows: T // rows * rows + max(T % rows, 4 if T % rows else 0) for rows in range(4, max_rows + 1)}
-        rows = max(rows for rows, cost in costs.items() if cost <= 1.03 * min(costs.values()))
-        budget = STACK_BYTES // (4 * LANES * row_blocks)
-        tokens = even_tokens(T, min(MAX_TOKENS, budget * 3 // 5), rows)
-        size = units(matmul.codec)
-        depth = even_share(-(-matmul.in_features // size), min(MAX_DEPTH, budget - tokens) // size) * size
-        return cls(rows, wide, row_blocks, depth, tokens, workgroups=panel_workgroups(matmul, row_blocks, tokens, threads))
+from castiron.emitter.kernels.weights.panel import Panel
 
 
 class Gemm:
@@ -89,7 +47,7 @@ class Gemm:
         self.full_rows = tiles.rows  # tokens multiplied at a time
         self.panel = self.panel_type(b, matmul.format, isa, buffers["weight"], tiles.depth, tiles.row_blocks)
         self.sums = b.stack(tiles.tokens, self.columns)
-        self.finish = Finish(b, matmul, self.lanes, buffers, self.sums)
+        self.epilogue = Epilogue(b, matmul, self.lanes, buffers, self.sums)
 
     def write(self) -> None:
         b, tiles = self.b, self.tiles
@@ -103,7 +61,7 @@ class Gemm:
             end = b.real(self.buffers.get("length"), first, last)
             with b.when(b.less(first, end)):
                 self._dots(first_block, first, end)
-            self.finish.store(first_block, tiles.row_blocks, first, end, last)
+            self.epilogue.store(first_block, tiles.row_blocks, first, end, last)
 
     def _dots(self, first_block: Index, first: Index, end: Index) -> None:
         """Emit code that stores the dot products of tokens and weight rows in `self.sums`."""

@@ -9,46 +9,16 @@ The kernel is for 2 or more tokens. Its loops are those of `gemm`, with two diff
   k before it goes on to the next elements, so that these weights stay in the L1 cache.
 """
 
-from dataclasses import dataclass
-from typing import Self
-
 from castiron.emitter.kernels.matmul.gemm import Gemm
-from castiron.emitter.kernels.matmul.tiles import Buffers, PanelTiles, even_share, even_tokens, panel_columns, panel_workgroups
+from castiron.emitter.kernels.matmul.output import Buffers
+from castiron.emitter.kernels.matmul.schedule import GemmBf16Tiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.bf16_pairs import Pairs
-from castiron.emitter.kernels.mlir.body import STACK_BYTES, Body, Index, Ssa
+from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.split_x import DEPTH, PAIRS, tile_rows
 from castiron.emitter.kernels.weights.packing import LANES
-from castiron.emitter.kernels.weights.panel import BLOCK_BYTES, BasePanel, Bf16Panel
-
-MAX_TOKENS = 128
-MAX_DEPTH = 256
-
-
-@dataclass(frozen=True)
-class GemmBf16Tiles(PanelTiles):
-    """The tile sizes of `GemmBf16`; rows: rows of x whose sums are in registers at a time."""
-
-    def units(self, matmul: Matmul) -> tuple[int, int]:
-        return tile_rows(matmul.tokens), DEPTH
-
-    def stack_bytes(self, matmul: Matmul) -> int:
-        panel = 0 if matmul.codec == "bf16" else self.depth // DEPTH * self.row_blocks * BLOCK_BYTES
-        return super().stack_bytes(matmul) + panel
-
-    @classmethod
-    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        # The accumulators leave two vector registers free for weights.
-        wide, row_blocks = panel_columns(matmul, isa.lanes == LANES)
-        tile, rows = tile_rows(matmul.tokens), 8 if isa.lanes == LANES else 6
-        tokens = even_tokens(matmul.tokens, MAX_TOKENS, tile)
-        limit = MAX_DEPTH // DEPTH
-        if matmul.codec != "bf16":
-            limit = min(limit, (STACK_BYTES // row_blocks - 4 * LANES * tokens) // BLOCK_BYTES)
-        steps = even_share(-(-matmul.in_features // DEPTH), limit)
-        workgroups = panel_workgroups(matmul, row_blocks, tokens, threads)
-        return cls(-(-tile // -(-tile // rows)), wide, row_blocks, steps * DEPTH, tokens, workgroups=workgroups)
+from castiron.emitter.kernels.weights.panel import BasePanel, Bf16Panel
 
 
 class _Weights(BasePanel):

@@ -21,27 +21,20 @@ rounded to int8.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from math import lcm
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from castiron.emitter.codecs.fixed_point import GROUP
-from castiron.emitter.kernels.matmul.gemm import MAX_TOKENS, Gemm
-from castiron.emitter.kernels.matmul.gemv_tiles import AHEAD_TOTAL
-from castiron.emitter.kernels.matmul.small_batch import PARTS
-from castiron.emitter.kernels.matmul.tiles import (
-    Buffers,
-    Finish,
+from castiron.emitter.kernels.matmul.gemm import Gemm
+from castiron.emitter.kernels.matmul.output import Buffers, Epilogue
+from castiron.emitter.kernels.matmul.schedule import (
+    AHEAD_TOTAL,
     PanelTiles,
-    Tiles,
-    even_share,
-    even_tokens,
-    panel_columns,
-    panel_workgroups,
+    SmallBatchIntegerTiles,
 )
 from castiron.emitter.kernels.matmul_spec import DIGITS, Matmul
-from castiron.emitter.kernels.mlir.body import CACHE_LINE, I32, STACK_BYTES, Body, Index, Ssa, batches
+from castiron.emitter.kernels.mlir.body import CACHE_LINE, I32, Body, Index, Ssa, batches
 from castiron.emitter.kernels.mlir.dot import Accumulators, dot_of
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.vector_math import tree
@@ -50,56 +43,10 @@ from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import Int8Panel
 from castiron.emitter.kernels.weights.records import Int8Codes, Records
 
-# Max rows of a tile, by lanes; more accumulators would spill. The value for NEON is from llvm-mca for Neoverse V1 and N2.
-MAX_ROWS = {4: 2, 8: 6, 16: 6}
-MAX_DEPTH = 512
 MIN_CHAINS = 4  # rows from which on the accumulators of one digit are enough to hide latency
 T = TypeVar("T")
 Quads = Callable[[int], Sequence[Sequence[Ssa]]]
 Sides = Sequence[Sequence[tuple[Ssa, Ssa | None]]]
-# Of `SmallBatchInteger`: max rows of a tile, because more accumulators would spill; the same for 16-row blocks that are read
-# at the same time, with one digit and with more, and for the product of rows and blocks.
-FEW_ROWS, FEW_BLOCKS, FEW_SUMS = 8, (4, 2), 16
-
-
-@dataclass(frozen=True)
-class GemmIntegerTiles(PanelTiles):
-    def units(self, matmul: Matmul) -> tuple[int, int]:
-        return self.rows, matmul.format.unit(matmul.digits)
-
-    def stack_bytes(self, matmul: Matmul) -> int:
-        return super().stack_bytes(matmul) + LANES * self.row_blocks * row_bytes(self.depth, matmul.format.group)
-
-    @classmethod
-    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        T = matmul.tokens
-        wide, row_blocks = panel_columns(matmul, isa.lanes == LANES)
-        rows = -(-T // -(-T // MAX_ROWS[isa.lanes]))
-        budget = STACK_BYTES // (LANES * row_blocks)
-        tokens = even_tokens(T, min(MAX_TOKENS, budget // 4 * 3 // 5), rows)
-        depth = int8_depth(matmul, budget - 4 * tokens)
-        return cls(rows, wide, row_blocks, depth, tokens, workgroups=panel_workgroups(matmul, row_blocks, tokens, threads))
-
-
-def row_bytes(depth: int, group: int) -> int:
-    """Return how many bytes one row of W takes in a panel, a buffer for decoded weights.
-
-    A row has an int8 code for each element, and an f32 scale and an f32 base for each group.
-
-    depth: number of elements of the row that are in the panel.
-    group: number of elements that share a scale and a base.
-    """
-    return depth + depth // group * 8
-
-
-def int8_depth(matmul: Matmul, budget: int) -> int:
-    """Return the default depth of a panel: how many int8 codes of each row of W it has.
-
-    budget: max bytes of the panel for each row of W.
-    """
-    unit = matmul.format.unit(matmul.digits)
-    fitting = budget * unit // row_bytes(unit, matmul.format.group)
-    return even_share(matmul.in_features // unit, min(MAX_DEPTH, fitting) // unit) * unit
 
 
 class GemmInteger(Gemm):
@@ -284,28 +231,6 @@ def share_of(items: Sequence[T], i: int, parts: int) -> Sequence[T]:
     return items[len(items) * i // parts : len(items) * (i + 1) // parts]
 
 
-@dataclass(frozen=True)
-class SmallBatchIntegerTiles(Tiles):
-    """The tile sizes of `SmallBatchInteger`.
-
-    rows: number of tokens whose sums are in registers at the same time.
-    row_blocks: number of 16-row blocks of the weight that are read at the same time.
-    """
-
-    rows: int
-    row_blocks: int = 1
-
-    @classmethod
-    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        rows = -(-matmul.tokens // -(-matmul.tokens // FEW_ROWS))
-        row_blocks = max(1, min(FEW_BLOCKS[matmul.digits > 1], FEW_SUMS // rows)) if isa.roomy else 1
-        sets = matmul.weight_shape[0] // lcm(row_blocks, matmul.blocks_per_result)
-        return cls(rows, row_blocks, workgroups=max(1, min(sets, PARTS * threads)))
-
-    def fit(self, matmul: Matmul) -> bool:
-        return self.rows <= matmul.tokens
-
-
 class SmallBatchInteger:
     """A writer of the body of a matmul kernel for a few tokens, with x quantised to integers."""
 
@@ -319,7 +244,7 @@ class SmallBatchInteger:
         # Bytes of a record that are prefetched with each 32 elements of x.
         self.share = -(-size * self.step.parts // (self.records.layout.groups * CACHE_LINE)) * CACHE_LINE
         self.sums = b.stack(self.T, self.set * LANES)
-        self.finish = Finish(b, matmul, isa.lanes, buffers, self.sums)
+        self.epilogue = Epilogue(b, matmul, isa.lanes, buffers, self.sums)
 
     def write(self) -> None:
         b, T, rows, vectors, together = self.b, self.T, self.tiles.rows, self.records.vectors, self.tiles.row_blocks
@@ -339,7 +264,7 @@ class SmallBatchInteger:
                     with b.when(b.less(full, end)):
                         self._tile(blocks, v, columns, full, T - full)
             last = b.min(b.add(first, self.set), self.row_blocks)
-            self.finish.store(first, b.sub(last, first), 0, end, T)
+            self.epilogue.store(first, b.sub(last, first), 0, end, T)
 
     def _tile(self, blocks: Sequence[Index], v: Index, columns: Sequence[Index], token: Index, rows: int) -> None:
         b, groups, parts = self.b, self.records.layout.groups, self.step.parts

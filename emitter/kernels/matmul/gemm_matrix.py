@@ -43,135 +43,22 @@ The loops, with the location of each buffer on the right:
         y [tokens, 16 * row_blocks] = epilogue(sums)                                          memory
 """
 
-from dataclasses import dataclass
 from itertools import product as pairs_of
-from typing import Any, ClassVar, Self
 
-from castiron.emitter.codecs.codec import Codec
 from castiron.emitter.kernels.matmul.gemm import Gemm
-from castiron.emitter.kernels.matmul.tiles import Buffers, PanelTiles, even_share, even_tokens, panel_columns, panel_workgroups
+from castiron.emitter.kernels.matmul.output import Buffers
+from castiron.emitter.kernels.matmul.schedule import GemmMatrixTiles, has_code_panel, matrix_panel_type
 from castiron.emitter.kernels.matmul_spec import Matmul
-from castiron.emitter.kernels.mlir.body import MATRIX_STACK_BYTES, Body, Index
+from castiron.emitter.kernels.mlir.body import Body, Index
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.mlir.matrix import ROW_BYTES, Block, Matrix
-from castiron.emitter.kernels.split_x import DEPTH, EXACT, tile_rows
-from castiron.emitter.kernels.weights.packing import LANES, layout
+from castiron.emitter.kernels.split_x import DEPTH, EXACT
+from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import (
     BLOCK_BYTES,
-    EXACT_COUNTS,
     Bf16BlockPanel,
     Bf16CodePanel,
-    Bf16Panel,
-    Bf16SplitPanel,
 )
-
-MIN_TOKENS = 9  # for fewer tokens f32 is faster
-MIN_SMALL_TOKENS = 5  # the same with a small panel (`has_small_panel`)
-MIN_INT8_TOKENS = 32  # for fewer tokens int8 is faster, where it is allowed
-MAX_SMALL_TOKENS = 64  # for more tokens a larger panel is faster, because x is read less often
-MAX_TOKENS = 128
-# Of the unit's eight registers, four have sums, two x and two weights; or four have sums, three the pieces of x.
-HIGH = 2
-WIDE = 4
-MAX_DEPTH = 512
-MAX_ROW_BLOCKS = 8
-X_BYTES = 24 << 10  # max bytes of x that are multiplied by a panel at a time; half of L1
-
-
-@dataclass(frozen=True)
-class GemmMatrixTiles(PanelTiles):
-    """The tile sizes of `GemmMatrix`: how it divides a matmul among the registers of a matrix unit.
-
-    The matrix unit has high * wide accumulators at a time. Each has the results f32 [rows, 16] for
-    `rows` tokens and 16 rows of the weight.
-
-    high: number of blocks of `rows` tokens that are multiplied at a time.
-    max_stack: max bytes of stack buffers.
-    For the other sizes, see `PanelTiles`.
-    """
-
-    high: int
-    max_stack: ClassVar[int] = MATRIX_STACK_BYTES
-
-    def units(self, matmul: Matmul) -> tuple[int, int]:
-        return self.rows * self.high, DEPTH
-
-    def stack_bytes(self, matmul: Matmul) -> int:
-        parts = self.high * self.wide * self.rows * ROW_BYTES
-        return super().stack_bytes(matmul) + parts + self.depth // DEPTH * _step_bytes(matmul, self.row_blocks)
-
-    def fit(self, matmul: Matmul) -> bool:
-        fits_unit = self.high * self.wide + self.high + self.wide <= 8 or (self.high == 1 and self.wide <= WIDE)
-        block = matmul.format.block
-        fits_blocks = _panel_type(matmul) is not Bf16BlockPanel or block % self.depth == 0 or self.depth % block == 0
-        return self.rows == tile_rows(matmul.tokens) and fits_unit and fits_blocks and super().fit(matmul)
-
-    @classmethod
-    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        if _has_codes(matmul) and matmul.tokens <= MAX_SMALL_TOKENS:
-            return cls._small_panel(matmul, threads)
-        # Two by two accumulators, and a panel whose part of x fits in L1.
-        wide, _ = panel_columns(matmul, True)
-        rows = tile_rows(matmul.tokens)
-        high = HIGH if rows < matmul.tokens else 1
-        tokens = even_tokens(matmul.tokens, MAX_TOKENS, rows * high)
-        row_blocks = _row_blocks(matmul, wide, MAX_ROW_BLOCKS, threads)
-        x_step = ROW_BYTES * rows * high * (1 if matmul.numerics == "bf16_matrix" else EXACT)
-        space = cls.max_stack - cls(rows, wide, row_blocks, 0, tokens, high).stack_bytes(matmul)
-        limit = min(MAX_DEPTH // DEPTH, X_BYTES // x_step, space // _step_bytes(matmul, row_blocks))
-        total = -(-matmul.in_features // DEPTH)
-        if _panel_type(matmul) is Bf16BlockPanel:
-            total = matmul.format.block // DEPTH  # the panel is a part of a block, or one block
-        steps = even_share(total, limit)
-        workgroups = panel_workgroups(matmul, row_blocks, tokens, threads)
-        return cls(rows, wide, row_blocks, steps * DEPTH, tokens, high, workgroups=workgroups)
-
-    @classmethod
-    def _small_panel(cls, matmul: Matmul, threads: int) -> Self:
-        # A panel of 4 KB, so that it is still in L1 when it is multiplied.
-        rows, row_blocks = tile_rows(matmul.tokens), _row_blocks(matmul, 1, WIDE, threads)
-        tokens, wide = even_tokens(matmul.tokens, MAX_TOKENS, rows), min(row_blocks, WIDE)
-        workgroups = panel_workgroups(matmul, row_blocks, tokens, threads)
-        return cls(rows, wide, row_blocks, DEPTH, tokens, 1, workgroups=workgroups)
-
-
-def _row_blocks(matmul: Matmul, wide: int, limit: int, threads: int) -> int:
-    # The more columns a panel has, the less often x is read, which may not fit in L2. But all threads need work.
-    blocks, unit = matmul.weight_shape[0], max(wide, matmul.blocks_per_result)
-    fitting = [n for n in range(unit, limit + 1, unit) if blocks % n == 0] or [unit]
-    load = {n: -(-blocks // (n * threads)) * n for n in fitting}  # row blocks of the busiest thread
-    return max(n for n in fitting if load[n] <= 1.03 * min(load.values()))
-
-
-def has_small_panel(codec: Codec) -> bool:
-    """Return whether panels of `bf16_split` have one bf16 for each element, a code.
-
-    Then a panel of 32 elements is so small that the kernel is fast for few tokens too.
-    """
-    has_one = not Bf16BlockPanel.fits(codec) or layout(codec).scales is None
-    return codec.quantised and codec.has_integers and has_one
-
-
-def _has_codes(matmul: Matmul) -> bool:
-    return matmul.numerics == "bf16_split" and has_small_panel(matmul.format)
-
-
-def _panel_type(matmul: Matmul) -> type[Any]:
-    if matmul.numerics == "bf16_matrix":
-        return Bf16Panel
-    if not matmul.format.quantised:
-        return Bf16SplitPanel
-    return Bf16BlockPanel if Bf16BlockPanel.fits(matmul.format) else Bf16CodePanel
-
-
-def _step_bytes(matmul: Matmul, row_blocks: int) -> int:
-    # Bytes of the panel for 32 elements of in_features.
-    codec, kind = matmul.format, _panel_type(matmul)
-    if kind is Bf16BlockPanel:
-        return row_blocks * (2 * BLOCK_BYTES + 4 * LANES)
-    if kind is Bf16CodePanel:
-        return DEPTH // codec.group * row_blocks * (BLOCK_BYTES + 4 * LANES * (2 if codec.minimum else 1))
-    return (EXACT_COUNTS[codec.name] if kind is Bf16SplitPanel else 1) * row_blocks * BLOCK_BYTES
 
 
 class GemmMatrix(Gemm):
@@ -190,10 +77,10 @@ class GemmMatrix(Gemm):
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemmMatrixTiles, buffers: Buffers):
-        self.panel_type = _panel_type(matmul)
+        self.panel_type = matrix_panel_type(matmul)
         super().__init__(b, matmul, isa, tiles, buffers)
         self.parts = b.stack(tiles.high * tiles.wide, tiles.rows, LANES)
-        self.is_small = _has_codes(matmul) and tiles.row_blocks == tiles.wide
+        self.is_small = has_code_panel(matmul) and tiles.row_blocks == tiles.wide
         # Elements of k whose sums are added at once, times a scale unless weights are floats.
         group, block = matmul.format.group, matmul.format.block
         self.span = {Bf16CodePanel: group, Bf16BlockPanel: min(block, tiles.depth)}.get(self.panel_type)

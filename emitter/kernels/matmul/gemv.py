@@ -25,10 +25,10 @@ from functools import partial
 
 from castiron.emitter.kernels.epilogue import combine, with_operands
 from castiron.emitter.kernels.matmul.gemm_integer import Step, share_of
-from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
+from castiron.emitter.kernels.matmul.output import Buffers, each_block
 from castiron.emitter.kernels.matmul.prepared_x import PreparedX, QuantisedX
+from castiron.emitter.kernels.matmul.schedule import GemvTiles
 from castiron.emitter.kernels.matmul.sum_tables import SumTables, is_summed_by_tables
-from castiron.emitter.kernels.matmul.tiles import Buffers, each_block
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import CACHE_LINE, L2_STACK_BYTES, Body, Index, Ssa, batches
 from castiron.emitter.kernels.mlir.isa import Isa

@@ -6,21 +6,30 @@ from functools import cache
 from typing import Any
 
 from castiron.emitter.kernels.kernel import Kernel
-from castiron.emitter.kernels.matmul import gemm_matrix, small_batch
-from castiron.emitter.kernels.matmul.experts import ExpertGemvs, Grouped, GroupedInteger, GroupedIntegerTiles, GroupedTiles
-from castiron.emitter.kernels.matmul.gemm import Gemm, GemmTiles
-from castiron.emitter.kernels.matmul.gemm_bf16 import GemmBf16, GemmBf16Tiles
-from castiron.emitter.kernels.matmul.gemm_integer import (
-    GemmInteger,
-    GemmIntegerTiles,
-    SmallBatchInteger,
-    SmallBatchIntegerTiles,
-)
-from castiron.emitter.kernels.matmul.gemm_matrix import GemmMatrix, GemmMatrixTiles
+from castiron.emitter.kernels.matmul.experts import ExpertGemvs, Grouped, GroupedInteger
+from castiron.emitter.kernels.matmul.gemm import Gemm
+from castiron.emitter.kernels.matmul.gemm_bf16 import GemmBf16
+from castiron.emitter.kernels.matmul.gemm_integer import GemmInteger, SmallBatchInteger
+from castiron.emitter.kernels.matmul.gemm_matrix import GemmMatrix
 from castiron.emitter.kernels.matmul.gemv import Gemv
-from castiron.emitter.kernels.matmul.gemv_tiles import GemvTiles
-from castiron.emitter.kernels.matmul.small_batch import SmallBatch, SmallBatchTiles
-from castiron.emitter.kernels.matmul.tiles import Tiles
+from castiron.emitter.kernels.matmul.schedule import (
+    FEW_TOKENS,
+    MATRIX_MIN_INT8_TOKENS,
+    MATRIX_MIN_SMALL_TOKENS,
+    MATRIX_MIN_TOKENS,
+    GemmBf16Tiles,
+    GemmIntegerTiles,
+    GemmMatrixTiles,
+    GemmTiles,
+    GemvTiles,
+    GroupedIntegerTiles,
+    GroupedTiles,
+    SmallBatchIntegerTiles,
+    SmallBatchTiles,
+    Tiles,
+    has_small_panel,
+)
+from castiron.emitter.kernels.matmul.small_batch import SmallBatch
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.isa import Isa
 from castiron.emitter.kernels.split_x import DEPTH
@@ -33,11 +42,11 @@ _CHOICES: tuple[tuple[Callable[[Matmul], bool], str, type[Tiles], type[Any]], ..
     (lambda m: m.is_grouped and m.numerics == "f32", "grouped", GroupedTiles, Grouped),
     (lambda m: m.experts > 0, "gemv", GemvTiles, ExpertGemvs),
     (lambda m: m.tokens == 1, "gemv", GemvTiles, Gemv),
-    (lambda m: m.digits > 0 and m.tokens <= small_batch.MAX_TOKENS, "few", SmallBatchIntegerTiles, SmallBatchInteger),
+    (lambda m: m.digits > 0 and m.tokens <= FEW_TOKENS, "few", SmallBatchIntegerTiles, SmallBatchInteger),
     (lambda m: m.digits > 0, "gemm", GemmIntegerTiles, GemmInteger),
     (lambda m: m.numerics in ("bf16_split", "bf16_matrix"), "gemm", GemmMatrixTiles, GemmMatrix),
     (lambda m: m.numerics == "bf16_pairs", "gemm", GemmBf16Tiles, GemmBf16),
-    (lambda m: m.tokens <= small_batch.MAX_TOKENS, "few", SmallBatchTiles, SmallBatch),
+    (lambda m: m.tokens <= FEW_TOKENS, "few", SmallBatchTiles, SmallBatch),
     (lambda m: True, "gemm", GemmTiles, Gemm),
 )
 
@@ -67,16 +76,16 @@ def numerics_of(matmul: Matmul, isa: Isa, numerics: str = "exact") -> str:
     is_fast = numerics in ("fast", "draft")
     if matmul.experts:
         return "int8" if is_fast and has_int8 else exact
-    min_tokens = gemm_matrix.MIN_INT8_TOKENS if is_fast and has_int8 else gemm_matrix.MIN_TOKENS
-    if not is_fast and gemm_matrix.has_small_panel(codec) and codec.group >= DEPTH:
-        min_tokens = gemm_matrix.MIN_SMALL_TOKENS
+    min_tokens = MATRIX_MIN_INT8_TOKENS if is_fast and has_int8 else MATRIX_MIN_TOKENS
+    if not is_fast and has_small_panel(codec) and codec.group >= DEPTH:
+        min_tokens = MATRIX_MIN_SMALL_TOKENS
     if isa.matrix and matmul.tokens >= min_tokens and (is_fast or codec.has_bf16_codes):
         return "bf16_matrix" if is_fast else "bf16_split"
     if is_fast and has_int8:
         return "int8"
     # For few tokens, decoding weights into a panel of bf16 takes longer than it saves; bf16 weights are not decoded.
     # CPUs with AMX multiply pairs of bf16 at half the speed of f32.
-    is_fast_in_bf16 = (matmul.codec == "bf16" and not isa.matrix) or matmul.tokens > small_batch.MAX_TOKENS
+    is_fast_in_bf16 = (matmul.codec == "bf16" and not isa.matrix) or matmul.tokens > FEW_TOKENS
     return "bf16_pairs" if is_fast and isa.pairs and is_fast_in_bf16 else exact
 
 

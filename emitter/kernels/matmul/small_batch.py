@@ -14,11 +14,9 @@ independent accumulators to hide the latency of fma.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import lcm
-from typing import Self
 
-from castiron.emitter.kernels.matmul.tiles import Buffers, Finish, Tiles
+from castiron.emitter.kernels.matmul.output import Buffers, Epilogue
+from castiron.emitter.kernels.matmul.schedule import SmallBatchTiles
 from castiron.emitter.kernels.matmul_spec import Matmul
 from castiron.emitter.kernels.mlir.body import Body, Index, Ssa
 from castiron.emitter.kernels.mlir.isa import Isa
@@ -26,47 +24,6 @@ from castiron.emitter.kernels.mlir.vector_math import outer
 from castiron.emitter.kernels.weights.packing import LANES
 from castiron.emitter.kernels.weights.panel import Decoded, units
 from castiron.emitter.kernels.weights.records import Records
-
-MAX_TOKENS = 8
-PARTS = 2  # workgroups for each thread
-
-
-@dataclass(frozen=True)
-class SmallBatchTiles(Tiles):
-    """The tile sizes of `SmallBatch`, the matmul kernel for a few tokens.
-
-    rows: number of tokens whose sums are in registers at the same time.
-    vectors: number of vectors of sums in registers for each of these tokens. A lane of a vector is
-        one row of the weight.
-    unroll: number of loop steps that are unrolled, for a float codec. A step multiplies one element
-        of each row of the weight (bf16: two).
-    """
-
-    rows: int
-    vectors: int
-    unroll: int = 4
-
-    def row_blocks(self, isa: Isa, shared: int) -> int:
-        # Row blocks of a set. shared: row blocks that give one block of results, 2 with a GLU, otherwise 1.
-        per_block = LANES // isa.lanes
-        return lcm(lcm(per_block, self.vectors) // per_block, shared)
-
-    @classmethod
-    def default(cls, matmul: Matmul, isa: Isa, threads: int) -> Self:
-        # More vectors share each load of x, which codes gain by, and floats do not. But codes are decoded again for each tile
-        # of tokens, so all tokens should fit in one.
-        max_sums = 20 if isa.registers == 32 else isa.registers * 5 // 8
-        is_wide = isa.lanes < 8 or (isa.registers == 32 and matmul.format.quantised and 4 * matmul.tokens <= max_sums)
-        vectors = 4 if is_wide else 2
-        if matmul.format.quantised and vectors * matmul.tokens > max_sums:
-            vectors = 1
-        max_rows = max_sums // vectors
-        rows = -(-matmul.tokens // -(-matmul.tokens // max_rows))
-        row_blocks = cls(rows, vectors).row_blocks(isa, matmul.blocks_per_result)
-        return cls(rows, vectors, workgroups=min(-(-matmul.weight_shape[0] // row_blocks), PARTS * threads))
-
-    def fit(self, matmul: Matmul) -> bool:
-        return self.rows <= matmul.tokens
 
 
 class SmallBatch:
@@ -89,7 +46,7 @@ class SmallBatch:
         self.set = tiles.row_blocks(isa, matmul.blocks_per_result)
         self.unit = tiles.row_blocks(isa, 1)
         self.sums = b.stack(self.T, self.set * LANES)
-        self.finish = Finish(b, matmul, self.lanes, buffers, self.sums)
+        self.epilogue = Epilogue(b, matmul, self.lanes, buffers, self.sums)
 
     def write(self) -> None:
         b = self.b
@@ -100,7 +57,7 @@ class SmallBatch:
             first = b.mul(number.index, self.set)
             last = b.min(b.add(first, self.set), self.row_blocks)
             self._tiles(first, last, end)
-            self.finish.store(first, b.sub(last, first), 0, end, self.T)
+            self.epilogue.store(first, b.sub(last, first), 0, end, self.T)
 
     def _tiles(self, first: Index, last: Index, end: Index) -> None:
         """Emit loops over tiles of results; a tile is a few tokens times a few rows of the weight."""
