@@ -29,8 +29,7 @@ def _shortened(text: str, limit: int) -> str:
 class ApiError(Exception):
     """An error that the server returns as the response to a request.
 
-    status: HTTP status in OpenAI's API; `response` converts it for other APIs. param: path of the
-    invalid field in the request body, such as `messages.0.role`. code: machine-readable error code.
+    status: HTTP status in OpenAI's API. param: path of a field, as in messages.0.role.
     """
 
     status: int
@@ -58,10 +57,7 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
 
     def response(self, path: str) -> tuple[int, dict]:
-        """Return the HTTP status and the JSON body of the error.
-
-        `path`: URL path of the request, which determines the API and so the format of the body.
-        """
+        """Return the HTTP status and the JSON body for the API to which the URL path belongs."""
         if is_ollama(path):
             return self.status, {"error": self.message}
         if is_anthropic(path):
@@ -116,21 +112,13 @@ FAILURES: dict[type[PipelineError], tuple[int, str]] = {
 
 
 def api_error(error: PipelineError) -> ApiError:
-    """Convert a PipelineError to an ApiError.
-
-    The HTTP status is 503 if the queue is full or the server shuts down, 500 if the model failed,
-    and otherwise 400.
-    """
+    """Convert a PipelineError to an ApiError, with status 400 unless `FAILURES` has it."""
     status, code = FAILURES.get(type(error), (400, None))
     return ApiError(status, str(error), code=code)
 
 
 def http_error(status: int, detail: str, path: str) -> ApiError:
-    """Return an ApiError for an HTTP error of the web framework, such as an unknown path.
-
-    `detail`: the framework's message, for statuses other than 404 and 405. If the URL path `path`
-    lacks /v1 or has it twice, the message states the right base URL.
-    """
+    """Return an ApiError for an HTTP error of the web framework; it states the right base URL."""
     message = {404: "no such path on this server", 405: "this path does not support that method"}.get(status, detail)
     if status == 404 and path in ENDPOINTS:
         message += f"; end the base URL in /v1, so that it is /v1{path}"

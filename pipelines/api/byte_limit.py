@@ -25,10 +25,7 @@ class ByteLimit:
     """Two memory limits for requests in flight: one per client, and one for all clients."""
 
     def __init__(self, content: str, total: int, per_client: int):
-        """Set the limits in bytes for all clients (`total`) and for each client (`per_client`).
-
-        `content`: what the memory contains, for error messages.
-        """
+        """Set the limits in bytes; content: what the memory contains, for errors."""
         self.content, self.total, self.per_client, self.used = content, total, per_client, 0
         self.clients: Counter[str] = Counter()
 
@@ -66,10 +63,7 @@ class ByteShare:
 
 
 def answer_limit() -> ByteLimit:
-    """Create the memory limits for the log-probabilities and grammars of one model's answers.
-
-    They are fixed fractions of the machine's memory.
-    """
+    """Return the limits for log-probabilities and grammars, fractions of the machine's memory."""
     total = total_bytes() // PART
     return ByteLimit("log-probabilities and grammars", total, total // CLIENT_PART)
 
@@ -79,18 +73,9 @@ def reserve_answer(
 ) -> None:
     """Reserve memory for the log-probabilities and the grammar of one answer.
 
-    Args:
-        share: the memory that the request has reserved so far; it grows by this answer.
-        tokens: max tokens of the answer.
-        top: number of top_logprobs of each token of the answer; None if the request does not ask
-            for log-probabilities.
-        prompt: number of tokens in the prompt.
-        prompt_top: the same as `top` for the tokens of the prompt.
-        grammar: the grammar that restricts the answer; None for free text.
-
-    Raises:
-        ApiError: 400 if this request exceeds the limit of a client even without other requests;
-            429 if the sum over the requests in flight exceeds a limit.
+    tokens: max tokens of the answer; prompt: tokens of the prompt; top, prompt_top: number of their
+        top_logprobs, None without log-probabilities.
+    Raises ApiError 400 if this request alone exceeds the limit of a client, 429 if all together do.
     """
     count = sum(n * (TOKEN_BYTES + TOP_BYTES * each) for n, each in ((tokens, top), (prompt, prompt_top)) if each is not None)
     count += grammar.nbytes if grammar else 0

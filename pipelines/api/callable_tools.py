@@ -20,9 +20,7 @@ NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 class CallableTools:
     """The functions that an answer may call.
 
-    tools: parser of the calls in the answer.
-    forced: functions of which the answer must call one, {name: JSON schema of the arguments};
-        empty if calls are optional.
+    forced: {name: schema of the arguments} of the functions of which it must call one.
     """
 
     functions: Sequence[CallableFunction]
@@ -30,10 +28,9 @@ class CallableTools:
     forced: Mapping[str, Any]
 
     def answer_format(self, form: AnswerFormat | None) -> AnswerFormat | None:
-        """Return the format of an answer that may, or if `forced` must, call these functions.
+        """Return the format of an answer with calls and with text in the format `form`.
 
-        form: the requested format of the text. A JSON schema has no effect if a call is forced;
-            another format raises ApiError 400.
+        A JSON schema has no effect if a call is forced; another format then raises ApiError 400.
         """
         tools, forced = self.tools, self.forced
         if forced and form and form.schema is None:
@@ -61,10 +58,7 @@ class CallableTools:
 
 
 def callable_tools(generation: Generation, form: ToolFormat) -> CallableTools | None:
-    """Return the functions that the answer may call, or None if calls are not allowed.
-
-    form: format in which the model writes calls. Raises ApiError 400 for an invalid tool_choice.
-    """
+    """Return the functions that the answer may call, or None; ApiError 400 for a wrong choice."""
     functions, called = generation.functions, generation.called
     if not functions:
         if called is not None or generation.tool_choice == "required":

@@ -27,19 +27,12 @@ from castiron.pipelines.text.embedder import Embedder, Given, Tokens, ranked
 
 
 class EmbeddingsEngine:
-    """A thread that runs an embedding model.
-
-    It embeds one text at a time. Concurrent requests take turns after each text.
-    """
+    """A thread that embeds one text at a time; concurrent requests take turns after each text."""
 
     slots = 1
 
     def __init__(self, embedder: Embedder, queue: int, count_text: Callable[[int], None]):
-        """Prepare the thread that runs `embedder`.
-
-        `queue`: max number of requests of one client that wait. For all clients together, the max
-        is `QUEUES * queue`. `count_text`: called with the number of tokens of each text.
-        """
+        """Prepare the thread; count_text is called with the number of tokens of each text."""
         self.embedder, self.queue, self.count_text = embedder, queue, count_text
         self._thread = ThreadPoolExecutor(1, "model")
         self._in_flight = Counter[str]()
@@ -54,10 +47,7 @@ class EmbeddingsEngine:
         return self._in_flight.total()
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Do nothing; the thread starts when the first text arrives.
-
-        The server calls `start` on every engine, because `AsyncEngine` needs it.
-        """
+        """Do nothing: the thread starts when the first text arrives."""
 
     def drain(self) -> None:
         self._draining = True
@@ -71,10 +61,9 @@ class EmbeddingsEngine:
         self._thread.shutdown(cancel_futures=True)
 
     async def vectors(self, texts: Sequence[Tokens], dimensions: int | None) -> list[np.ndarray]:
-        """Return the embedding of each text, f32 [dimensions].
+        """Return the embedding of each text, f32 [dimensions]; None for the full size.
 
-        `dimensions`: size of the embeddings; None for the model's full size. Raises QueueFull if
-        too many requests wait, and Stopping if the server shuts down.
+        Raises QueueFull if too many requests wait, and Stopping if the server shuts down.
         """
         if self._draining:
             raise Stopping
@@ -97,10 +86,7 @@ class EmbeddingsEngine:
 
 @dataclass
 class EmbeddingsJob:
-    """A request in progress.
-
-    texts: the tokenized texts. answer: the async function that computes the JSON of the answer.
-    """
+    """A request in progress; `answer` computes the JSON of its answer."""
 
     texts: Sequence[Tokens]
     answer: Callable[[], Any]
@@ -188,11 +174,7 @@ class EmbeddingsApi(ModelApi):
     async def _relevance(
         self, groups: Sequence[tuple[str, Sequence[str]]]
     ) -> tuple[list[Tokens], Callable[[], Awaitable[np.ndarray]]]:
-        """Tokenize queries and documents; return the tokens and a function that computes scores.
-
-        groups: a list of (query, documents to compare with this query). The async function returns
-        the relevance of each document to its query, f64 [number of documents in all groups].
-        """
+        """Tokenize (query, documents); return tokens and what scores them, f64 [documents]."""
         inputs = await run_in_thread(lambda: [self.embedder.relevance_inputs(*group) for group in groups])
         tokens = list(chain.from_iterable(inputs))
 

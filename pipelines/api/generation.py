@@ -26,11 +26,7 @@ def plain_message(role: str, content: str, calls: Sequence[Mapping[str, Any]] = 
 
 @dataclass(frozen=True)
 class CallableFunction:
-    """A function that an answer may call.
-
-    parameters: JSON schema of the arguments; None if the function has no arguments.
-    is_strict: whether the arguments of a call must match this schema.
-    """
+    """A function that an answer may call; `parameters` is the JSON schema of its arguments."""
 
     name: str
     description: str | None = None
@@ -47,11 +43,7 @@ class CallableFunction:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """The format that an answer must have.
-
-    param: field of the request that sets the format.
-    kind: "json_schema", "regex", "grammar" or "tools" (function calls).
-    """
+    """The format that the field `param` sets: json_schema, regex, grammar or tools (calls)."""
 
     param: str
     kind: str

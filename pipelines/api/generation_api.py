@@ -128,10 +128,7 @@ class GenerationApi(ModelApi):
         return fim_of(self.tokenizer)
 
     async def fim(self, param: str) -> Fim:
-        """Return the builder of fill-in-the-middle prompts, which the field `param` requires.
-
-        Raises ApiError 400 if the model does not support them.
-        """
+        """Return the builder of fill-in-the-middle prompts, or raise ApiError 400 for `param`."""
         try:
             return await run_in_thread(lambda: self._fim)
         except PipelineError as error:
@@ -146,10 +143,9 @@ class GenerationApi(ModelApi):
         return prompt[:count] if generation.keeps_start else prompt[len(prompt) - count :]
 
     async def grammar(self, form: AnswerFormat | None, compact: bool = False) -> Grammar | None:
-        """Compile the grammar of answers in the format `form`; return None for free text.
+        """Compile the grammar of answers in the format `form`; None for free text.
 
-        compact: whether JSON must be written without spaces between its elements. Raises ApiError
-        400 for an invalid schema or grammar, and 503 if compiling it takes too long now.
+        Raises ApiError 400 for an invalid schema or grammar, 503 if compiling takes too long now.
         """
         if not form:
             return None
@@ -162,7 +158,7 @@ class GenerationApi(ModelApi):
             raise unsupported(form.param, f"the format of the answer is not supported: {error}") from None
 
     async def _template_args(self, generation: Generation) -> dict[str, Any]:
-        """Return the variables for the chat template; ApiError 400 for one that it does not read."""
+        """Return the variables for the chat template; ApiError 400 if it does not read one."""
         given = dict(generation.template_args)
         try:
             check_variables(self.tokenizer.chat_template, given)

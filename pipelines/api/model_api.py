@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
 from castiron.pipelines.api.generation import Message
@@ -46,9 +46,7 @@ class Limits:
     """Limits and defaults for the requests to a server.
 
     seconds: max duration of a request, including the wait in the queue.
-    body_bytes: max size of a request body.
-    temperature, repeat_penalty: default sampling options; None for the model's defaults.
-    priorities: whether requests may set the field `priority`.
+    temperature, repeat_penalty: None for the model's defaults.
     strict_requests: whether a request field that has no effect is an error.
     max_tokens: max tokens of an answer whose request sets no limit.
     """
@@ -62,26 +60,38 @@ class Limits:
     max_tokens: int = MAX_TOKENS
 
 
-class ModelApi:
-    """The API endpoints of one model, as methods that do not depend on HTTP.
+class ModelEngine(Protocol):
+    """The thread that runs a model: `AsyncEngine` or `EmbeddingsEngine`."""
 
-    A method raises ApiError 400 if this model cannot do what the endpoint does; for example, an
-    embedding model cannot generate text.
-    """
+    slots: int
+
+    @property
+    def healthy(self) -> bool: ...
+
+    @property
+    def unfinished(self) -> int: ...
+
+    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class ModelApi:
+    """The endpoints that every model has, independent of HTTP; ApiError 400 for others."""
 
     # Whether the chat page can use the model.
     has_chat = True
     # Main endpoint of a model that cannot chat.
     endpoint = "/v1/embeddings"
 
-    def __init__(self, engine: Any, tokenizer: Tokenizer, names: list[str], manifest: Manifest, limits: Limits):
-        """Serve a model.
-
-        engine: `AsyncEngine` or `EmbeddingsEngine`, which computes the answers.
-        names: names of the model that requests may use; answers contain the first one.
-        manifest: description of the compiled model, such as its context length.
-        """
-        self.engine, self.tokenizer, self.names, self.limits = engine, tokenizer, tuple(names), limits
+    def __init__(self, engine: ModelEngine, tokenizer: Tokenizer, names: list[str], manifest: Manifest, limits: Limits):
+        """Serve a model under its `names`; answers contain the first one."""
+        self.engine: ModelEngine = engine
+        self.tokenizer, self.names, self.limits = tokenizer, tuple(names), limits
         self.manifest, self.context, self.vocab = manifest, manifest.context, manifest.vocab
 
     def check_model(self, name: str | None) -> None:
@@ -119,18 +129,12 @@ class ModelApi:
 
     @property
     def slots(self) -> list[dict[str, Any]]:
-        """The answer to llama.cpp's /slots: id, context length and `is_processing` of each slot.
-
-        If n requests are unfinished, the first n slots are reported as processing.
-        """
+        """The answer to llama.cpp's /slots; with n requests, the first n are processing."""
         return [{"id": i, "n_ctx": self.context, "is_processing": i < self.engine.unfinished} for i in range(self.engine.slots)]
 
     @property
     def tokenizer_info(self) -> dict[str, Any]:
-        """The answer to vLLM's /tokenizer_info: special tokens, chat template and context length.
-
-        The evaluation tool lm-eval reads it.
-        """
+        """The answer to vLLM's /tokenizer_info, which the evaluation tool lm-eval reads."""
         text = self.tokenizer
         special = {name: text.special.get(name) for name in ("bos_token", "eos_token", "pad_token")}
         return {"tokenizer_class": "PreTrainedTokenizerFast", **special,
@@ -152,10 +156,7 @@ class ModelApi:
     ) -> list[int]:  # fmt: skip
         """Return the token ids of messages rendered by the chat template.
 
-        template_args: variables of the template besides the messages.
-        continue_last: whether the model continues the last message instead of starting a new one.
-        Raises ApiError for fields that the template ignores and for messages that cannot fit in the
-        context.
+        Raises ApiError for fields that the template ignores and for messages that cannot fit.
         """
         if self.tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template; use /v1/completions", param, "no_chat_template")
@@ -173,22 +174,13 @@ class ModelApi:
         return await run_in_thread(encode)
 
     def check_length(self, characters: int, param: str) -> None:
-        """Raise ApiError 400 if a text is certainly too long for the context.
-
-        characters: length of the text.
-        param: the request field with the text, for the error message.
-        Only the number of characters is compared, because tokenizing a long text takes seconds.
-        """
+        """Raise ApiError 400 if so many characters cannot fit; tokenizing takes seconds."""
         if characters > COUNTED and characters > (limit := self.context * self.tokenizer.longest_token):
             have = "have" if param == "messages" else "has"
             raise self.too_long(param, f"the {param} {have} {characters} characters; shorten to {limit} or fewer")
 
     def too_long(self, param: str, reason: str) -> ApiError:
-        """Return an ApiError 400 for a text that is too long for the context.
-
-        param: the request field with the text.
-        reason: end of the error message, such as the text's length.
-        """
+        """Return an ApiError 400 for a text that is too long for the context."""
         return ApiError(
             400, f"this model's maximum context length is {self.context} tokens; {reason}", param, "context_length_exceeded"
         )
@@ -200,12 +192,9 @@ class ModelApi:
 
 
 def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ApiError 400 if the chat template ignores a field of a message other than `UNCHECKED`.
+    """Raise ApiError 400 if removing a field of a message does not change the rendered text.
 
-    render: applies the chat template to a list of messages and returns the text.
-
-    A field is ignored if removing it does not change the rendered text. For each role and field,
-    only the first message that has both is tried.
+    For each role and field, only the first message that has both is tried.
     """
     # Pairs that are not checked. A template may ignore a tool result's name: the call has the function's name too.
     seen: set[tuple[str, str]] = {("tool", "name")}
@@ -234,10 +223,7 @@ def check_fields_are_read(render: Render, messages: Sequence[Mapping[str, Any]])
 
 
 def default_sampling(manifest: Manifest, limits: Limits) -> Sampling:
-    """Return the sampling options for requests that set none.
-
-    Options that `limits` sets take precedence over the model's generation_config.
-    """
+    """Return the defaults of sampling: those of `limits` before the model's generation_config."""
     found = model_sampling(manifest.generation) or Sampling(TEMPERATURE)
     given = {"temperature": limits.temperature, "repeat_penalty": limits.repeat_penalty}
     return found.with_options(**{name: value for name, value in given.items() if value is not None})
@@ -250,9 +236,8 @@ def unknown_model(name: str | None, known: Iterable[str]) -> ApiError:
 
 
 async def run_in_thread(function: Callable, *arguments):
-    """Run a slow function in a thread, and return its result.
+    """Run a slow function in a thread; a cancellation takes effect after it has ended.
 
-    If the calling task is cancelled, the cancellation takes effect after the function has ended.
     Raises ApiError 503 if no thread can be started.
     """
     try:
@@ -270,12 +255,9 @@ async def run_in_thread(function: Callable, *arguments):
 
 
 def names_of(bundle: Bundle, model: str | None = None) -> list[str]:
-    """Return the names by which requests may call a compiled model; answers contain the first one.
+    """Return the names by which requests may call a bundle; answers contain the first one.
 
-    bundle: the compiled model.
-    model: the path or name by which the operator chose the model, or None for the name in the
-        bundle's manifest. Only the last component of a path is used.
-    Names have no `.gguf` or `.castiron` at the end.
+    model: the path or name by which the operator chose it; None for the name in the manifest.
     """
     path = bundle.path.resolve()
     if model is not None and Path(model).exists():

@@ -21,11 +21,7 @@ async def without_oldest(messages: Sequence[Message], encode: Encode, context: i
     """Return the token ids of a conversation, without its oldest messages if it is too long.
 
     System messages and the last message stay, as in Ollama. The rest begins with a user's message
-    if such a rest fits, and never with the result of a call.
-
-    encode: renders messages with the chat template and returns their token ids.
-    limit: max tokens of the answer, or None.
-    Raises ApiError 400 if not even the last message fits.
+    if such a rest fits, and never with the result of a call. Raises ApiError 400 if nothing fits.
     """
     needed = max(1, min(limit or ANSWER_TOKENS, context // 4))
 
@@ -56,12 +52,6 @@ async def without_oldest(messages: Sequence[Message], encode: Encode, context: i
 
 
 def _starts(messages: Sequence[Message], context: int) -> tuple[list[int], list[int]]:
-    """Return indices at which a shortened conversation may start: preferred ones, and all.
-
-    Preferred are users' messages, one in each block of context / 2 characters, an eighth of the context
-    in English: so the start moves rarely while a conversation grows, and most requests find their
-    prefix in the cache.
-    """
     before = accumulate((len(message["content"]) + MARKS for message in messages), initial=0)
     blocks: dict[int, int] = {}
     for index, (message, characters) in enumerate(zip(messages, before)):

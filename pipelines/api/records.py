@@ -93,10 +93,7 @@ class Function(Body):
 
 
 class GenerationFields(Body):
-    """The fields of all requests for generated text in OpenAI's and Anthropic's formats.
-
-    Several are not in these APIs, such as min_p, repeat_penalty, ignore_eos, grammar and priority.
-    """
+    """The fields of OpenAI's and Anthropic's requests for text, and fields of castiron."""
 
     model: str | None = None
     stream: bool | None = None
@@ -149,11 +146,7 @@ def formats_of(prefix: str, **values: Any) -> list[AnswerFormat]:
 
 
 class EmbeddingsRequest(Body):
-    """The body of POST /v1/embeddings, with two fields that are not in OpenAI's API.
-
-    prompt_name: name of one of the model's prompts, which is put before each text.
-    truncate: whether texts that are too long are truncated, instead of being an error.
-    """
+    """The body of POST /v1/embeddings; prompt_name and truncate are not in OpenAI's API."""
 
     input: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
     model: str | None = None
@@ -185,10 +178,7 @@ class RerankRequest(Body):
 
 
 class ScoreRequest(Body):
-    """The body of POST /v1/score: two lists of texts, compared index by index.
-
-    One text_1 is compared with each text in text_2.
-    """
+    """The body of POST /v1/score: pairs of texts, or one text_1 for each text in text_2."""
 
     expected: ClassVar[dict[str, str]] = dict.fromkeys(("text_1", "text_2"), "a string or a list of 1 to 2048 strings")
 

@@ -17,16 +17,10 @@ from castiron.vmfb.bundle.manifest import Manifest
 
 
 class Reply(ABC):
-    """A builder of the answer to one API request: as one JSON object, or as events of a stream.
+    """A builder of the answer to a request: one JSON object, or the events of a stream.
 
-    Attributes that derived classes or `GenerationApi.start` set:
-
-    prefix: start of the answer's id, such as "chatcmpl-".
-    last: text sent after the last event of a stream, such as "[DONE]".
-    continuous_usage: whether every event of a stream has the token counts so far.
-    is_ndjson: whether a stream is sent as JSON lines instead of server-sent events.
-    requests: the engine request of each choice of the answer.
-    manifest: the manifest of the bundle that computes the answer.
+    last: text after the last event of a stream. continuous_usage: whether every event has counts.
+    is_ndjson: whether a stream is JSON lines instead of server-sent events.
     """
 
     prefix = ""
@@ -41,28 +35,16 @@ class Reply(ABC):
         self.head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def begin(self, index: int, usage: dict) -> Iterable[dict]:
-        """Return the events with which a choice of the answer begins in a stream.
-
-        index: number of the choice, from 0.
-        usage: token counts so far.
-        """
+        """Return the events with which a choice of the answer begins in a stream."""
         return ()
 
     @abstractmethod
     def extend(self, index: int, delta: Delta, end: Finished | None) -> Iterable[dict]:
-        """Yield the events of a stream for new text of a choice.
-
-        index: number of the choice, from 0.
-        delta: the new text.
-        end: how the choice ended; None if it has not ended.
-        """
+        """Yield the events for new text of a choice; `end` is None if it goes on."""
 
     @abstractmethod
     def finish(self, usage: dict) -> Iterable[dict]:
-        """Yield the events that end a stream, after all choices have finished.
-
-        usage: token counts.
-        """
+        """Yield the events that end a stream, after all choices have finished."""
 
     @abstractmethod
     def fail(self, error: ApiError) -> Iterable[dict]:
@@ -92,11 +74,7 @@ def finite(logprob: float) -> float:
 
 @dataclass
 class Block:
-    """A part of an answer: reasoning, text or a function call.
-
-    kind: "reasoning", "text" or "call". name: for a call, the name of the function. text: the text
-    of the block; for a call, the arguments as JSON. logprobs: log-probabilities of text tokens.
-    """
+    """A part of an answer: "reasoning", "text" or a "call", whose text is JSON."""
 
     kind: str
     name: str = ""
@@ -120,14 +98,9 @@ class Block:
 
 
 class BlocksReply(Reply):
-    """A builder of an answer that consists of blocks: reasoning, text and function calls.
+    """An answer that consists of blocks: reasoning, text and function calls.
 
-    Subclasses define the JSON events of a streamed answer: those that begin a block (`open`), add
-    text to it (`fill`) and end it (`close`).
-
-    answer: the answer as JSON, complete after `finish`.
-    blocks: the blocks so far.
-    end: the engine's last event, with the reason why generation ended; None while it runs.
+    answer: the JSON, complete after `finish`. end: None while the generation runs.
     """
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool = False):
@@ -145,17 +118,11 @@ class BlocksReply(Reply):
 
     @abstractmethod
     def fill(self, block: Block, text: str, logprobs: list[dict]) -> Iterable[dict]:
-        """Yield the JSON events for `text`, which has just been appended to `block.text`.
-
-        `logprobs`: the log-probabilities of the tokens of `text`, if they were requested.
-        """
+        """Yield the events for `text`, which has just been appended to `block.text`."""
 
     @abstractmethod
     def close(self, block: Block) -> Iterable[dict]:
-        """Yield the JSON events that end `block`.
-
-        If it is the last block of the answer, `self.end` already has the reason of the end.
-        """
+        """Yield the events that end `block`; `self.end` is set if it is the last."""
 
     def extend(self, index: int, delta: Delta, end: Finished | None) -> Iterable[dict]:
         self._tokens += delta.tokens

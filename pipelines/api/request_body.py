@@ -19,7 +19,7 @@ MAX_UNKNOWN = 100
 
 
 def is_allowed(value: Any, allowed: Iterable[Any]) -> bool:
-    """Return whether `value` is one of the `allowed` values, or a function among them returns true for it."""
+    """Return whether `value` is one of `allowed`, or a function among them accepts it."""
     # 1 and 1.0 are the same number in JSON, but 0 and False differ.
     is_same = lambda other: value == other and isinstance(value, bool) == isinstance(other, bool)
     return any(each(value) if callable(each) else is_same(each) for each in allowed)
@@ -30,10 +30,9 @@ def is_one_or_more(value: Any) -> bool:
 
 
 class Unsupported:
-    """A Pydantic annotation of a request field that this server does not support.
+    """An annotation of a field that may only be null or one of `values`, which change nothing.
 
-    Requests may set the field only to null or to one of `values`, which do not change the answer. A
-    function among them returns whether it accepts a value.
+    A function among them returns whether it accepts a value.
     """
 
     def __init__(self, *values: Any, code: str = "unsupported_parameter"):
@@ -52,10 +51,7 @@ class Unsupported:
 
 
 class ByType:
-    """A Pydantic annotation of a union of classes, chosen by the field `type` of the JSON object.
-
-    default: the type of an object without the field `type`.
-    """
+    """An annotation of a union of classes, chosen by the field `type`, or `default` without it."""
 
     def __init__(self, default: str | None = None):
         self.default = default
@@ -74,10 +70,9 @@ class ByType:
 
 
 class Body(BaseModel):
-    """Base class of JSON objects in requests. A field that is null counts as left out; 1.0 is an integer.
+    """A JSON object in a request. A field that is null counts as left out; 1.0 is an integer.
 
-    An unknown field is an error if Pydantic's validation context is None. If the context is a set,
-    unknown fields are ignored, and their names are added to the set.
+    The validation context is a set that gets the names of unknown fields, or None to reject them.
     expected: {field: description of its valid values}, for error messages.
     """
 
@@ -90,11 +85,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, value: Any, info: ValidationInfo) -> Any:
-        """Remove null and unknown fields from the JSON object `value` before Pydantic validates it.
-
-        If the validation context is a set, it gets the names of the unknown fields. If it is None,
-        unknown fields are an error: the first one is not removed, so that Pydantic reports it.
-        """
+        """Remove null and unknown fields; one unknown field stays if it is to be an error."""
         if not isinstance(value, dict):
             return value
         known, integers = cls._names(), cls._integers()
@@ -158,15 +149,9 @@ EXPECTED = {
 
 
 def parse_body(record: type[Model], data: bytes, strict: bool = False) -> Model:
-    """Parse and validate the body of a request.
+    """Parse and validate the body of a request; ApiError 400 for the first invalid field.
 
-    Args:
-        record: class of the body.
-        data: JSON. 4 MB take up to 0.2 s, so call this function outside the event loop.
-        strict: whether an unknown field is an error. Otherwise it is ignored and logged.
-
-    Raises:
-        ApiError: 400 for the first invalid field.
+    strict: whether an unknown field is an error. 4 MB take up to 0.2 s.
     """
     check_values(data)
     try:
@@ -185,10 +170,7 @@ def parse_body(record: type[Model], data: bytes, strict: bool = False) -> Model:
 
 
 def check_values(data: bytes) -> None:
-    """Raise ApiError 400 if a body has more than MAX_VALUES strings, lists and objects in total.
-
-    data: the body as JSON text.
-    """
+    """Raise ApiError 400 if a body has more than MAX_VALUES strings, lists and objects in total."""
     if data.count(b'"') // 2 + data.count(b"[") + data.count(b"{") <= MAX_VALUES:
         return
     # The quick count above includes quotes and brackets inside strings; only the regex counts exactly.
@@ -208,10 +190,9 @@ def log_ignored(names: Iterable[str]) -> None:
 
 
 def parse_record(record: type[Model], value: Any, ignored: set[str] | None = None) -> Model:
-    """Convert a JSON value to an object of the class `record`.
+    """Convert a JSON value; ApiError 400 for an invalid field.
 
-    ignored: a set to which the names of unknown fields are added; None to make them an error.
-    Raises ApiError 400 for an invalid field.
+    ignored: gets the names of unknown fields; None to make them an error.
     """
     try:
         return record.model_validate(value, context=ignored)

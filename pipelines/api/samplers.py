@@ -20,10 +20,7 @@ NO_PENALTIES = {"repeat_penalty": 1.0, "frequency_penalty": 0.0, "presence_penal
 
 
 def with_samplers(sampling: Sampling, names: Iterable[str]) -> Sampling:
-    """Return `sampling` with only the samplers in `names`, in this order; the others are off.
-
-    Raises ApiError 400 for an unknown name, and for penalties after another sampler.
-    """
+    """Return `sampling` with only these samplers, in this order; ApiError 400 if impossible."""
     found = [NAMES.get(name, name) for name in names]
     if unknown := [name for name in found if name not in NAMES.values()]:
         raise unsupported("samplers", f"{unknown[0]!r:.60} is not supported by this server; leave it out")

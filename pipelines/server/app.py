@@ -62,11 +62,11 @@ class Access:
     def __init__(
         self, keys: Sequence[str] = (), origins: Sequence[str] = (), local: bool = False, share_prefixes: bool = False
     ):
-        """Accept requests with one of the `keys`, or all requests if there are no keys.
+        """Accept requests with one of the `keys`, or all requests if there are none.
 
-        `origins`: sites whose pages may send requests, "*" for all. `local`: whether the server
-        listens on this machine only. `share_prefixes`: whether a prompt may reuse the prefixes of
-        prompts that were sent with other keys.
+        origins: sites whose pages may send requests, "*" for all.
+        local: whether the server listens on this machine only.
+        share_prefixes: whether clients with different keys share prefixes.
         """
         self.keys = [key.encode(errors="surrogateescape") for key in keys]
         self.origins, self.local, self.share_prefixes = origins, local, share_prefixes
@@ -80,26 +80,22 @@ class Access:
         return found.index(True) if any(found) else None
 
     def client(self, scope: Scope) -> str:
-        """Return a name for the client that sent a request; limits are counted per client.
+        """Return the name of a client: its API key, its IPv4 address or its IPv6 /64 network.
 
-        A client is an API key or, if the request has no valid one, an IP address. All machines of
-        an IPv6 /64 network are one client. The field `user` of a request does not identify its
-        client, because one client could send many names.
+        The field `user` is not used, because one client could send many names.
         """
         key = self.key(scope)
         return _network((scope.get("client") or ("",))[0]) if key is None else f"key {key}"
 
     def cache_salt(self, scope: Scope) -> str:
-        """Return the salt of a request's prompts: a hash of its key, so that it survives a restart."""
+        """Return the salt of a request's prompts: a hash of its key, which survives a restart."""
         return hashlib.sha256(api_key(scope)).hexdigest() if self.keys and not self.share_prefixes else ""
 
     def is_host_allowed(self, scope: Scope) -> bool:
         """Return whether the server accepts the request's Host header.
 
-        Only a local server without keys rejects hosts. It accepts IP addresses, names without a
-        dot, names that end in .localhost, and the hosts of allowed origins. This prevents DNS
-        rebinding: the name of a hostile site resolves to this machine, so that a page of the site
-        can send requests to the server.
+        A local server without keys accepts only addresses and names of this machine, and allowed
+        origins, so that no site can rebind its name to this machine and use the server.
         """
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
         if not self.local or self.keys or "*" in self.origins or not host:
@@ -135,18 +131,10 @@ def open_app(
     quiet: bool = True,
     **options,
 ) -> App:
-    """Return an ASGI application that serves a bundle with OpenAI's, Anthropic's and Ollama's APIs.
+    """Return an ASGI application, which can run once, that serves a bundle.
 
-    The application can run only once: its startup starts the thread that runs the model, and its
-    shutdown ends this thread.
-
-    Args:
-        api_keys: a request must have one of these keys; without keys, every request is accepted.
-        cors: origins whose pages may send requests, "*" for all.
-        local: whether the server listens on this machine only.
-        share_prefixes: whether a prompt may reuse prefixes of prompts sent with other keys.
-        quiet: do not log requests on stderr.
-        options: keyword arguments of `open_api`.
+    cors: origins whose pages may send requests, "*" for all. local, share_prefixes: as in `Access`.
+    options: keyword arguments of `open_api`.
     """
     metrics = Metrics()
     access = Access(api_keys, cors, local, share_prefixes)
@@ -168,22 +156,10 @@ def open_api(
 ) -> ModelApi:
     """Open a bundle and return the endpoints of its model.
 
-    Args:
-        metrics: the server's metrics, in which the model's requests and tokens are counted.
-        threads: CPU threads, by default one per physical core.
-        queue: max sequences of one client that may wait while the batch is full.
-        names: names that requests may use for the model; responses have the first one. By default,
-            they are the names of the bundle and of its directory.
-        limits: limits and default values of requests.
-        template_args: default values of variables of the chat template.
-        parse_special: whether special tokens in messages, such as <|im_end|>, become tokens
-            instead of text.
-        store: where the states (KV caches) of long prefixes are stored on disk.
-        draft: bundle of a draft model for speculative decoding, used while a single request runs.
-
-    Raises:
-        PipelineError: the bundle has no tokenizer, or `template_args` has a variable that the chat
-            template does not read.
+    queue: max sequences of one client that may wait while the batch is full.
+    names: names that requests may use; by default those of the bundle and of its directory.
+    parse_special: whether special tokens in messages become tokens instead of text.
+    Raises PipelineError without a tokenizer, or for template_args that the template does not read.
     """
     bundle = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
     check_tokenizer(bundle)
@@ -200,10 +176,7 @@ def open_api(
 
 
 def endpoints(models: ModelPool, metrics: Metrics) -> FastAPI:
-    """Return a FastAPI application with the server's endpoints.
-
-    It has no authentication, limits or log; `App` adds these.
-    """
+    """Return a FastAPI application with the endpoints, without keys, limits and log."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI):

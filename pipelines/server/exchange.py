@@ -35,17 +35,11 @@ SMALL_BODY = 16_000
 class Exchange:
     """One HTTP request and its response.
 
-    Attributes:
-        client: name of the client that sent the request; limits are counted per client.
-        seconds: time limit of the request.
-        body: memory reserved for the request body.
-        is_receiving: whether more of the request body will arrive.
-        exits: context managers to exit after the response.
-        status: HTTP status of the response.
-        error: the error in the response, if any.
-        job: the job that computes the answer; its `summary` is logged.
-        load_seconds: how long the request waited until its model was open.
-        deadline: when `seconds` are over, on the event loop's clock.
+    is_receiving: whether more of the request body will arrive.
+    exits: context managers to exit after the response.
+    job: computes the answer; its `summary` is logged.
+    load_seconds: how long the request waited until its model was open.
+    deadline: when `seconds` are over, on the event loop's clock.
     """
 
     client: str
@@ -70,10 +64,9 @@ def exchange_of(scope: Scope) -> Exchange:
 
 
 class BodyRoute(APIRoute):
-    """A route that calls its endpoint with the request and its validated body.
+    """A route that calls its endpoint with the validated body.
 
-    FastAPI's own route is not used, because it would validate on the event loop, collect every
-    error, and reject a body without a content type.
+    FastAPI's own would validate on the event loop, collect every error, and require a content type.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -92,11 +85,7 @@ class BodyRoute(APIRoute):
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Return the request body, of at most `limit` bytes.
-
-    Raises ApiError if the body is larger or takes longer than BODY_SECONDS to arrive, or if a web
-    page sends another content type than application/json.
-    """
+    """Return the request body; ApiError if it is too large, too slow or of a wrong type."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and "origin" in request.headers:
         # A page of any site can send other content types without a preflight request. Only browsers send an Origin header, so
@@ -122,11 +111,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def answer_request(request: Request, work: Awaitable[Any], stream: bool | None) -> Response:
-    """Await the result of `work`, and return it as an HTTP response.
-
-    work: computes either the JSON body as a dict, or a `Job`, which generates the answer later.
-    stream: whether to stream the answer of a `Job` while it is generated; None means no.
-    """
+    """Await a dict or a job, and return it as a response, which may be a stream."""
     exchange = exchange_of(request.scope)
 
     async def finish(work: Awaitable[Any]) -> Any:
@@ -146,13 +131,10 @@ async def answer_request(request: Request, work: Awaitable[Any], stream: bool | 
 
 
 class StreamResponse(Response):
-    """An HTTP response that streams the events of a job.
+    """A response that streams the events of a job, as server-sent events or lines of JSON.
 
-    Each event is a JSON object, sent as a server-sent event or as a line of JSON. The name of a
-    server-sent event is the object's field `type`, if there is one. If there is no event for
-    KEEP_ALIVE seconds, a server-sent comment is sent; lines of JSON have no comments. The HTTP
-    status 200 is sent with the first event or comment. A request that fails before that gets an
-    error response with its own status; one that fails later gets the error as an event.
+    Status 200 is sent with the first event or keep-alive comment. A request that fails before that
+    has its own status; one that fails later ends with an error event.
     """
 
     def __init__(self, job: Job):
@@ -226,11 +208,7 @@ async def before_deadline(exchange: Exchange, work: Awaitable) -> Any:
 
 
 async def while_connected(receive: Receive, work: Coroutine) -> Any:
-    """Await `work` and return its result.
-
-    receive: the request's ASGI callable, which reports a disconnect. If the client disconnects,
-    cancel `work` and raise ClientDisconnect.
-    """
+    """Await `work`; if the client disconnects, cancel it and raise ClientDisconnect."""
 
     async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -104,12 +104,8 @@ class _Server(uvicorn.Server):
 class Connection(HttpToolsProtocol):
     """A uvicorn connection that can end before the client has sent its complete request.
 
-    If the server closed a socket with unread data, the client would lose the response. Therefore
-    the server closes only the sending half of the socket, and discards the data that it still
-    receives. It does so until the client closes the connection, LINGER_SECONDS have passed, or more
-    than LINGER_BYTES have arrived.
-
-    discarded: number of bytes discarded so far; None while the connection is open.
+    Closing a socket with unread data would lose the response. So only the sending half is closed,
+    and data is discarded until the client closes, LINGER_SECONDS or LINGER_BYTES.
     """
 
     discarded: int | None = None
@@ -140,11 +136,7 @@ class Connection(HttpToolsProtocol):
 
 
 class _Lingering:
-    """A wrapper of an asyncio transport, whose `close` lets the client read the complete response.
-
-    While the client still sends its request, an immediate close would lose the response. In this
-    case, `close` calls `Connection.linger`.
-    """
+    """A transport whose `close` lets the client read the complete response."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection):
         self._transport, self._connection = transport, connection

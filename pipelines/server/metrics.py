@@ -158,11 +158,7 @@ class ModelMetrics(Observer):
 
 
 class _MergedPages(Collector):
-    """A Prometheus collector that merges the metrics of several servers.
-
-    label: name of a label that is added to each sample; its value is the name of the server. pages:
-    the metrics of each server, in Prometheus' text format, by name of the server.
-    """
+    """A Prometheus collector that merges the metrics of several servers."""
 
     def __init__(self, label: str, pages: Mapping[str, str]):
         self.label, self.pages = label, pages
@@ -177,9 +173,5 @@ class _MergedPages(Collector):
 
 
 def labelled(label: str, pages: Mapping[str, str]) -> str:
-    """Merge the metrics of several servers into one text in Prometheus' format.
-
-    label: name of a label that is added to each sample; its value is the name of the server. pages:
-    the metrics of each server, in Prometheus' text format, by name of the server.
-    """
+    """Merge metrics in Prometheus' format, {server: text}; samples get a label of the server."""
     return generate_latest(_MergedPages(label, pages)).decode()

@@ -92,12 +92,7 @@ Health = _answer("Health", status=Literal["ok", "stopping"])
 
 
 def errors(path: str, statuses: Iterable[int] = (), *, key: bool = True) -> dict[int | str, dict[str, Any]]:
-    """Describe the error responses of a route, by HTTP status, for FastAPI's argument `responses`.
-
-    path: URL path of the route; whether it is in OpenAI's, Anthropic's or Ollama's API decides the
-    error format. statuses: errors of this route, besides those that every route has. key: whether
-    the route needs an API key.
-    """
+    """Describe a route's errors in its API's format, for FastAPI's argument `responses`."""
     model = AnthropicError if is_anthropic(path) else OllamaError if is_ollama(path) else OpenAIError
     found: dict[int | str, dict[str, Any]] = {}
     for status in sorted({*ANY, *statuses} - (set() if key else {401})):
@@ -110,10 +105,7 @@ def errors(path: str, statuses: Iterable[int] = (), *, key: bool = True) -> dict
 
 
 def content(*media: str) -> dict[str, Any]:
-    """Describe a text response for FastAPI's argument `responses`.
-
-    media: content types that the response may have, such as "text/plain".
-    """
+    """Describe a text response with these content types, for FastAPI's argument `responses`."""
     return {"content": {each: {"schema": {"type": "string"}} for each in media}}
 
 

@@ -71,12 +71,7 @@ def add_routes(app: FastAPI, metrics: Metrics) -> None:
 
 
 def _route(add: Callable, path: str, answer: Any = None, *errors: int, key: bool = True, **options: Any) -> Callable:
-    """Return a decorator that adds a function as a route of the application.
-
-    add: the FastAPI method for the route, such as `app.get`. answer: schema of the response.
-    errors: HTTP statuses of the route's errors. key: whether the route needs an API key. options:
-    further arguments of `add`.
-    """
+    """Return a decorator that adds a route; errors: its statuses besides those of all routes."""
     responses = openapi.errors(path, errors, key=key) | options.pop("responses", {})
     return add(path, response_model=answer, responses=responses, dependencies=openapi.KEYS if key else None, **options)
 
@@ -85,14 +80,9 @@ def _add_posts(app: FastAPI) -> None:
     models, store = app.state.models, app.state.responses
 
     def post(*paths: str, answer: Any, stream: bool = False, media_type: str = "text/event-stream") -> Callable:
-        """Return a decorator that adds a function as the handler of POST requests to `paths`.
+        """Return a decorator that adds a handler of POST requests.
 
-        The handler gets the API of the requested model, the parsed body and the request's
-        `Exchange`. It returns an awaitable. Its result is the JSON response, or a `Job` that
-        generates it.
-
-        answer: schema of the response. stream: whether a request can ask for a stream of events.
-        media_type: content type of this stream.
+        The handler returns an awaitable of the JSON response, or of a `Job` that generates it.
         """
         # No schema: readers of the document differ in whether it describes an event or the text of all events.
         streams: dict[int | str, dict[str, Any]] = {200: {"content": {media_type: {}}}} if stream else {}

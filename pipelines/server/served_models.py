@@ -13,9 +13,7 @@ from functools import partial
 from typing import Any
 
 from castiron.pipelines.api.api_errors import ApiError, Stopping
-from castiron.pipelines.api.async_engine import AsyncEngine
-from castiron.pipelines.api.embeddings import EmbeddingsEngine
-from castiron.pipelines.api.model_api import Limits, ModelApi, default_sampling, names_of, unknown_model
+from castiron.pipelines.api.model_api import Limits, ModelApi, ModelEngine, default_sampling, names_of, unknown_model
 from castiron.pipelines.engine.memory import needed, slots_of, total_bytes
 from castiron.pipelines.errors import PipelineError, error_message
 from castiron.pipelines.terminal import print_message
@@ -26,17 +24,10 @@ from castiron.vmfb.bundle.manifest import Manifest
 
 @dataclass(eq=False)
 class ServedModel:
-    """A model that a server offers. It may be closed, that is, not in memory.
+    """A model that a server offers, which may be closed, that is, not in memory.
 
-    Attributes:
-        name: its name in answers.
-        names: all names that requests may use.
-        template: its chat template.
-        open: opens the model; None if it is always open.
-        api: its endpoints, None while it is closed.
-        lock: locked while the model is being opened or closed.
-        users: number of requests that use it now.
-        last_used: end of the last request, in `time.monotonic` seconds.
+    open: opens the model; None if it is always open. lock: locked while it is opened or closed.
+    last_used: end of the last request, in `time.monotonic` seconds.
     """
 
     name: str
@@ -56,11 +47,7 @@ class ServedModel:
 
 
 class ModelPool:
-    """The models of a server, which are opened when a request names them and closed when unused.
-
-    A request that names no model uses the first model. While one model is being opened, requests
-    for other models continue.
-    """
+    """The models of a server, opened when a request names them and closed when unused."""
 
     def __init__(
         self,
@@ -72,18 +59,12 @@ class ModelPool:
         limits: Limits = Limits(),
         forget: Callable[[str], None] = lambda name: None,
     ):
-        """Create a pool in which the models of all `bundles` are closed.
+        """Create a pool in which all models are closed.
 
-        Args:
-            open: opens a model; called with the model's bundle and names, returns its endpoints.
-            arguments: the command-line argument that selected each bundle, a path or a model name;
-                requests may use its last component as the model's name.
-            keep: a model is closed after this many seconds without a request.
-            limits: limits and defaults of requests.
-            forget: called with the name of each model that has been closed.
-
-        Raises:
-            PipelineError: a bundle has no tokenizer, or two bundles have the same name.
+        arguments: the command-line argument that selected each bundle, a path or a name.
+        keep: a model is closed after this many seconds without a request.
+        forget: called with the name of each model that has been closed.
+        Raises PipelineError if a bundle has no tokenizer, or two have the same name.
         """
         for bundle in bundles:
             check_tokenizer(bundle)
@@ -111,10 +92,7 @@ class ModelPool:
 
     @contextlib.asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[ModelApi]:
-        """Yield the endpoints of the model `name`, or of the first model if `name` is None.
-
-        The model is opened if it is closed, and stays open during the `async with` block.
-        """
+        """Yield the endpoints of a model, which stays open; None is the first model."""
         model = self.find(name)
         model.users += 1
         try:
@@ -128,11 +106,7 @@ class ModelPool:
                 loop.call_later(self.keep, lambda: loop.create_task(self._close_unused(model)))
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model `name`, or the first model if `name` is None or empty.
-
-        llama.vim sends an empty name by default. Raises ApiError 404 if no model or several models
-        have the name.
-        """
+        """Return the model `name`, or the first for None and "" (llama.vim); ApiError 404."""
         found = self.models[:1] if not name else [model for model in self.models if model.name == name]
         found = found or [model for model in self.models if name in model.names]
         if len(found) != 1:
@@ -169,10 +143,7 @@ class ModelPool:
 
     @property
     def home(self) -> str | None:
-        """The text that GET / returns, if the server has only one model, which embeds texts.
-
-        It is None for other servers, which return the chat page.
-        """
+        """The text at GET / of a server of one embedding model; None for the chat page."""
         api = self.models[0].api
         if api is None or api.has_chat or len(self.models) > 1:
             return None
@@ -230,7 +201,7 @@ class ModelPool:
             print_message(f"{model.name} closed")
 
     @property
-    def _engines(self) -> list[AsyncEngine | EmbeddingsEngine]:
+    def _engines(self) -> list[ModelEngine]:
         return [model.api.engine for model in self.models if model.api]
 
     @property
@@ -243,10 +214,7 @@ class ModelPool:
         return sum(engine.unfinished for engine in self._engines)
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Start the engines of open models. Other engines start when their model is opened.
-
-        Without `loop`, only their threads start; call it again with the loop.
-        """
+        """Start the engines of open models; without `loop`, only their threads."""
         for engine in self._engines:
             engine.start(loop)
 

@@ -12,7 +12,7 @@ import pytest
 from castiron.pipelines.api.anthropic import messages
 from castiron.pipelines.api.callable_tools import callable_tools
 from castiron.pipelines.api.generation import Generation
-from castiron.pipelines.api.ollama.chat import parse_chat as parse_ollama
+from castiron.pipelines.api.ollama.chat import parse_ollama_chat
 from castiron.pipelines.api.ollama.records import OllamaChatRequest
 from castiron.pipelines.api.openai import responses_records
 from castiron.pipelines.api.openai.chat import parse_chat
@@ -54,7 +54,7 @@ def anthropic(history: list[dict], tools: list[dict] | None) -> Generation:
         given["tools"] = [
             {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"] or {}} for tool in tools
         ]
-    return messages.parse(parse_record(messages.MessagesRequest, given), ())
+    return messages.parse_message(parse_record(messages.MessagesRequest, given), ())
 
 
 def responses(history: list[dict], tools: list[dict] | None) -> Generation:
@@ -70,7 +70,7 @@ def responses(history: list[dict], tools: list[dict] | None) -> Generation:
         ]
     given = {"input": items, "tools": [{"type": "function", **tool["function"]} for tool in tools or ()] or None}
     body = parse_record(responses_records.ResponsesRequest, given)
-    return responses_records.parse(body, [], responses_records.messages_of(body.items(lambda _: None)))
+    return responses_records.parse_response(body, [], responses_records.messages_of(body.items(lambda _: None)))
 
 
 def ollamas(history: list[dict], tools: list[dict] | None) -> Generation:
@@ -82,7 +82,7 @@ def ollamas(history: list[dict], tools: list[dict] | None) -> Generation:
         if calls := message.get("tool_calls"):
             given[-1]["tool_calls"] = [{"function": {"name": "look", "arguments": arguments_of(call)}} for call in calls]
     body = parse_record(OllamaChatRequest, {"messages": given, "tools": tools})
-    return parse_ollama(body)
+    return parse_ollama_chat(body)
 
 
 @pytest.mark.parametrize("convert", [anthropic, responses, ollamas])
@@ -130,4 +130,4 @@ def test_a_client_can_keep_earlier_reasoning_in_the_prompt(variable):
     for keep, count in (({"keep": "all"}, 3), ({"keep": {"type": "thinking_turns", "value": 1}}, 0), ({}, 0)):
         edits = {"edits": [{"type": "clear_thinking_20251015", **keep}]}
         body = parse_record(messages.MessagesRequest, {"messages": turns, "max_tokens": 1, "context_management": edits})
-        assert prompt_of(api, messages.parse(body, api.variables)).count("hm") == count
+        assert prompt_of(api, messages.parse_message(body, api.variables)).count("hm") == count

@@ -107,11 +107,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Options of reasoning.
-
-    budget_tokens: max number of tokens of the reasoning. display: "omitted" if the answer must not
-    contain the reasoning.
-    """
+    """Options of reasoning; with display "omitted" the answer has none."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(None, ge=1)
@@ -165,10 +161,7 @@ class CountTokensRequest(Body):
 
     @property
     def continues_last_message(self) -> bool:
-        """Whether the answer continues the last message.
-
-        It does if the last message is an assistant's text without tool calls.
-        """
+        """Whether the answer continues the last message, an assistant's text without calls."""
         last = self.messages[-1]
         has_text = any(isinstance(block, TextPart) and block.text for block in last.content)
         return last.role == "assistant" and has_text and not any(isinstance(block, ToolUseBlock) for block in last.content)
@@ -188,20 +181,17 @@ async def start_message(model: ModelApi, body: MessagesRequest) -> Job:
     """Start to generate the answer to a request to /v1/messages."""
     api = generating(model)
     shows_reasoning = not (body.thinking and body.thinking.display == "omitted")
-    generation = await run_in_thread(parse, body, api.variables)
+    generation = await run_in_thread(parse_message, body, api.variables)
     return await api.start(generation, MessagesReply(api.names[0], api.token_bytes, shows_reasoning))
 
 
 async def count_message_tokens(model: ModelApi, body: CountTokensRequest) -> int:
     api = generating(model)
-    return await api.count(await run_in_thread(parse, body, api.variables))
+    return await api.count(await run_in_thread(parse_message, body, api.variables))
 
 
-def parse(body: CountTokensRequest, variables: Collection[str]) -> Generation:
-    """Convert a request; ApiError 400 for unsupported content.
-
-    variables: names of the variables that the chat template reads.
-    """
+def parse_message(body: CountTokensRequest, variables: Collection[str]) -> Generation:
+    """Convert a request for a template that reads `variables`; ApiError 400 if impossible."""
     arguments: dict[str, Any] = {}
     for index, edit in enumerate((body.context_management or {}).get("edits", ())):
         # The chat template decides which earlier reasoning is in the prompt, but some templates can keep all.
@@ -276,16 +266,9 @@ def _reasoning(body: CountTokensRequest, variables: Collection[str]) -> dict[str
 
 
 class MessagesReply(BlocksReply):
-    """A builder of the answer to a request to /v1/messages."""
-
     prefix = "msg_"
 
     def __init__(self, model: str, token_bytes: TokenBytes, shows_reasoning: bool):
-        """Prepare an empty answer.
-
-        `model`: name of the model in the answer. `token_bytes`: the bytes of each token.
-        `shows_reasoning`: whether the answer has thinking blocks.
-        """
         super().__init__(model, token_bytes)
         self.shows_reasoning = shows_reasoning
         self.answer = {
@@ -336,10 +319,7 @@ def _content(block: Block) -> dict:
 
 
 def _usage(usage: dict) -> dict:
-    """Convert OpenAI's `usage` object (token counts) to Anthropic's.
-
-    Anthropic's input_tokens exclude tokens from the prefix cache.
-    """
+    """Convert OpenAI's `usage`; Anthropic's input_tokens exclude cached ones."""
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,

@@ -29,16 +29,13 @@ NAMES = {"reasoning_effort": "think"}
 
 
 async def start_ollama_chat(model: ModelApi, body: OllamaChatRequest, load_seconds: float) -> Job | dict[str, Any]:
-    """Start to answer an /api/chat request; without messages, return the answer itself.
-
-    load_seconds: how long it took to open the model for this request, which the answer reports.
-    """
+    """Start to answer /api/chat; without messages, return the answer itself."""
     api = generating(model)
     reply = OllamaReply(api, body, load_seconds)
-    return await api.start(parse_chat(body), reply) if body.messages else reply.opened
+    return await api.start(parse_ollama_chat(body), reply) if body.messages else reply.opened
 
 
-def parse_chat(body: OllamaChatRequest) -> Generation:
+def parse_ollama_chat(body: OllamaChatRequest) -> Generation:
     last = body.messages[-1]
     functions = [tool.function for tool in body.tools or ()]
     return Generation(
@@ -50,10 +47,7 @@ def parse_chat(body: OllamaChatRequest) -> Generation:
 
 
 async def start_ollama_generate(model: ModelApi, body: OllamaGenerateRequest, load_seconds: float) -> Job | dict[str, Any]:
-    """Start to answer an /api/generate request; without a prompt, return the answer itself.
-
-    load_seconds: how long it took to open the model for this request, which the answer reports.
-    """
+    """Start to answer /api/generate; without a prompt, return the answer itself."""
     api = generating(model)
     reply = OllamaReply(api, body, load_seconds)
     if not (body.prompt or body.suffix):
@@ -80,12 +74,7 @@ async def start_ollama_generate(model: ModelApi, body: OllamaGenerateRequest, lo
 
 
 async def start_ollama_embed(api: ModelApi, body: OllamaEmbedRequest, load_seconds: float) -> Any:
-    """Tokenize the texts of an /api/embed request.
-
-    load_seconds: how long it took to open the model for this request; the answer reports it.
-    Returns an `EmbeddingsJob`, which computes the answer. If there is no text, returns the answer
-    itself.
-    """
+    """Tokenize the texts of /api/embed; without a text, return the answer itself."""
     start, head = time.monotonic() - load_seconds, {"model": body.model or api.names[0]}
     if not body.input:
         return head | {"embeddings": []}
@@ -102,11 +91,7 @@ async def start_ollama_embed(api: ModelApi, body: OllamaEmbedRequest, load_secon
 
 
 async def start_ollama_embeddings(api: ModelApi, body: OllamaEmbeddingsRequest) -> Any:
-    """Tokenize the text of an /api/embeddings request.
-
-    Returns an `EmbeddingsJob`, which computes the answer. If there is no text, returns the answer
-    itself.
-    """
+    """Tokenize the text of /api/embeddings; without a text, return the answer itself."""
     if not body.prompt:
         return {"embedding": []}
     job = await start_ollama_embed(api, OllamaEmbedRequest(model=body.model, input=body.prompt), 0.0)

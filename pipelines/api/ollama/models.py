@@ -24,10 +24,7 @@ FOREVER = timedelta(days=100 * 365)
 
 
 def listed_model(name: str, manifest: Manifest, date: datetime) -> dict[str, Any]:
-    """Return a model's entry in the answer to /api/tags.
-
-    date: when the model was made available.
-    """
+    """Return a model's entry in the answer to /api/tags."""
     tagged, weights = name if ":" in name else name + TAG, manifest.files[WEIGHTS]
     return {
         "name": tagged, "model": tagged, "modified_at": date.isoformat(), "size": weights.size,
@@ -38,8 +35,7 @@ def listed_model(name: str, manifest: Manifest, date: datetime) -> dict[str, Any
 def running_model(name: str, manifest: Manifest, size: int, keep: float | None) -> dict[str, Any]:
     """Return an open model's entry in the answer to /api/ps.
 
-    size: bytes of the model's weights and states.
-    keep: seconds until the model is closed; None if it stays open.
+    size: bytes of weights and states. keep: seconds until it is closed; None if it stays open.
     """
     now = datetime.now(UTC)
     expires = now + (FOREVER if keep is None else timedelta(seconds=keep))
@@ -49,12 +45,7 @@ def running_model(name: str, manifest: Manifest, size: int, keep: float | None) 
 
 
 def shown_model(name: str, manifest: Manifest, template: str | None, date: datetime, limits: Limits) -> dict[str, Any]:
-    """Return the answer to /api/show, which describes a model.
-
-    template: the model's chat template, or None.
-    date: when the model was made available.
-    limits: the server's limits; the answer contains their default sampling options.
-    """
+    """Return the answer to /api/show, which describes a model."""
     family, parameters = _family(manifest), {"num_ctx": _context(manifest)}
     if not manifest.encoder:
         parameters |= default_sampling(manifest, limits).settings

@@ -152,7 +152,6 @@ class OllamaChatRequest(OllamaGeneration):
 class OllamaGenerateRequest(OllamaGeneration):
     """The body of POST /api/generate; a request without a prompt only loads the model.
 
-    raw: whether to use the prompt as it is, without the chat template.
     context: token ids from the answer to an earlier request, to put before the prompt.
     """
 

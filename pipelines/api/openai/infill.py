@@ -24,10 +24,7 @@ STOP_TYPES = {"length": "limit", "context": "limit"}
 
 
 class ExtraFile(Body):
-    """A part of another file, for context.
-
-    Unknown fields have no effect, for example the field `time` that llama.vim sends.
-    """
+    """A part of another file, for context."""
 
     model_config = ConfigDict(extra="ignore", json_schema_extra={})
     text: str
@@ -35,11 +32,7 @@ class ExtraFile(Body):
 
 
 class InfillRequest(CompletionFields):
-    """The body of POST /infill.
-
-    The defaults are greedy decoding without a repeat penalty, unlike those of chats. `samplers`
-    and unknown fields, such as llama.cpp's `id_slot`, are accepted and have no effect.
-    """
+    """The body of POST /infill, whose defaults are greedy decoding without a repeat penalty."""
 
     model_config = ConfigDict(extra="ignore", json_schema_extra={})
     input_prefix: str
@@ -94,10 +87,7 @@ class InfillReply(ChoicesReply):
         }  # fmt: skip
 
     def _selected(self, answer: dict) -> dict:
-        """Return only those fields of `answer` that the request lists in `response_fields`.
-
-        In this list, a/b means the field b of the object a.
-        """
+        """Return the fields in `response_fields`, where a/b means the field b of the object a."""
         if self.fields is None:
             return answer
         found = {}
@@ -114,10 +104,7 @@ class InfillReply(ChoicesReply):
 
 
 def timings(request: Request, tokens: int) -> dict[str, float]:
-    """Return llama.cpp's object `timings` for a finished request.
-
-    `tokens`: number of generated tokens. `prompt_n` excludes tokens from the prefix cache.
-    """
+    """Return llama.cpp's object `timings`; prompt_n excludes tokens from the prefix cache."""
     times, read = request.timing, len(request.prompt) - request.cached
     spent = {"prompt": (read, times.first - times.started), "predicted": (tokens, times.last - times.first)}
     found: dict[str, float] = {"cache_n": request.cached}

@@ -190,10 +190,7 @@ Biases = Annotated[dict[TokenId | StopString, Annotated[float, Field(ge=-100, le
 
 
 def _biases(value: Any) -> Any:
-    """Convert `logit_bias` to {token id or text: bias}, also from llama.cpp's list of pairs.
-
-    The bias false, with which llama.cpp forbids a token, becomes -100. Invalid values stay.
-    """
+    """Convert pairs to an object, and false, with which llama.cpp forbids a token, to -100."""
     if isinstance(value, list):
         is_pair = lambda each: isinstance(each, list) and len(each) == 2 and type(each[0]) in (int, str)
         if len(value) > MAX_BIASES or not all(map(is_pair, value)):
@@ -414,10 +411,7 @@ class ChatRequest(CompletionFields, UnsupportedChatFields):
 
 
 class CompletionRequest(CompletionFields):
-    """The body of POST /v1/completions.
-
-    A prompt is a text or a list of token ids; `prompt` is one prompt or a list of prompts.
-    """
+    """The body of POST /v1/completions, with one prompt or several."""
 
     prompt: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     echo: bool | None = None

@@ -56,7 +56,7 @@ class ChoicesReply(Reply):
         """Return the entry of `choices` in an event of a stream; `end`: None while it runs."""
 
     def prompt_fields(self, index: int) -> dict[str, Any]:
-        """Return vLLM's field prompt_logprobs, with an entry for each token; {} if not requested."""
+        """Return vLLM's prompt_logprobs, with an entry for each token; {} if not requested."""
         if (count := self.body.prompt_logprobs) is None:
             return {}
         found: list[dict | None] = [None]
@@ -194,10 +194,9 @@ def _call_chunk(part: CallPart, is_custom: bool) -> dict:
 
 
 class Echo(NamedTuple):
-    """The text of a prompt that is repeated at the start of a completion.
+    """A prompt that is repeated at the start of a completion.
 
-    offsets: for each token of the prompt, the index in `text` of its first character; empty if no
-        log-probabilities are requested.
+    offsets: the index in `text` of each token; empty without log-probabilities.
     """
 
     text: str = ""

@@ -23,7 +23,7 @@ from castiron.pipelines.api.openai.responses_records import (
     StoredItem,
     messages_of,
     names_in_namespaces,
-    parse,
+    parse_response,
 )
 from castiron.pipelines.api.replies import Block, BlocksReply
 from castiron.pipelines.api.request_body import Body
@@ -47,13 +47,9 @@ ECHOED = (
 
 @dataclass(frozen=True)
 class Stored:
-    """A response in a `ResponseStore`.
+    """A response of the client with the API key `owner`.
 
-    owner: API key of the client.
-    body: the response as JSON.
-    items: the response's output items, by id.
-    messages: the conversation up to the end of the response, without the request's `instructions`.
-    bytes: memory used.
+    messages: the conversation up to its end, without the request's `instructions`.
     """
 
     owner: bytes
@@ -64,26 +60,16 @@ class Stored:
 
 
 class ResponseStore:
-    """A store of the most recently used responses, so that later requests can continue them.
-
-    A response is returned only to the client that it was stored for. In the methods, `owner` is the
-    API key of the client.
-    """
+    """The most recently used responses, each for the client with the API key `owner` only."""
 
     def __init__(self, count: int = 1000, bytes: int = 64 << 20):
-        """Store at most `count` responses in about `bytes` of memory."""
         self.count, self.bytes = count, bytes
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         # Ids of responses, by the ids of their items.
         self._items: dict[str, str] = {}
 
     def put(self, owner: bytes, response: dict, messages: Sequence[Message]) -> None:
-        """Store a response, and delete the least recently used ones if the store is full.
-
-        owner: API key of the client.
-        response: the response as a JSON object.
-        messages: the conversation before the response.
-        """
+        """Store a response after `messages`; a full store loses the least recently used."""
         body = json.dumps(response, ensure_ascii=False, separators=(",", ":")).encode()
         output = InputTokensRequest(input=response.get("output")).items(lambda name: None)
         messages = [*messages, *messages_of(output)]
@@ -95,10 +81,7 @@ class ResponseStore:
             self._drop(next(iter(self._stored)))
 
     def get(self, owner: bytes, name: str) -> Stored | None:
-        """Return the response with the id `name`; None if the client has no such response.
-
-        owner: API key of the client.
-        """
+        """Return the response with the id `name`; None if the client has none."""
         found = self._stored.get(name)
         if found is None or found.owner != owner:
             return None
@@ -106,18 +89,12 @@ class ResponseStore:
         return found
 
     def item(self, owner: bytes, name: str) -> StoredItem | None:
-        """Return the output item with the id `name`; None if the client has no such item.
-
-        owner: API key of the client.
-        """
+        """Return the output item with the id `name`; None if the client has none."""
         found = self.get(owner, self._items.get(name, ""))
         return found.items[name] if found else None
 
     def body(self, owner: bytes, name: str) -> bytes:
-        """Return the response with the id `name` as JSON; ApiError 404 if it is not found.
-
-        owner: API key of the client.
-        """
+        """Return the response with the id `name` as JSON; ApiError 404 if it is not found."""
         if (found := self.get(owner, name)) is None:
             raise ApiError(
                 404,
@@ -128,10 +105,7 @@ class ResponseStore:
         return found.body
 
     def delete(self, owner: bytes, name: str) -> None:
-        """Delete the response with the id `name`; ApiError 404 if it is not found.
-
-        owner: API key of the client.
-        """
+        """Delete the response with the id `name`; ApiError 404 if it is not found."""
         self.body(owner, name)
         self._drop(name)
 
@@ -145,11 +119,7 @@ NO_STORE = ResponseStore(count=0)
 
 
 async def start_response(model: ModelApi, body: ResponsesRequest, store: ResponseStore = NO_STORE, owner: bytes = b"") -> Job:
-    """Start to answer a request to /v1/responses.
-
-    store: where earlier responses are found and the new one is stored.
-    owner: API key of the client.
-    """
+    """Start to answer a request to /v1/responses; owner: API key of the client."""
     api = generating(model)
     generation, conversation = await _parse(body, store, owner)
     is_stored = store.count > 0 and body.store is not False
@@ -179,7 +149,7 @@ async def _parse(body: InputTokensRequest, store: ResponseStore, owner: bytes) -
 
     def convert() -> tuple[Generation, list[Message]]:
         messages = messages_of(items)
-        return parse(body, before, messages), [*before, *messages]
+        return parse_response(body, before, messages), [*before, *messages]
 
     return await run_in_thread(convert)
 
@@ -193,13 +163,7 @@ class ResponsesReply(BlocksReply):
         self, model: str, token_bytes: TokenBytes, body: ResponsesRequest, sampling: Sampling,
         put: Callable[[dict], None] | None,
     ):  # fmt: skip
-        """Set the options of the answer to the request `body`.
-
-        model: the name that the answer contains.
-        token_bytes: returns the bytes of a token id, for the log-probabilities.
-        sampling: the options, such as temperature, that the answer reports.
-        put: called with the complete answer, a JSON object, to store it; None if it is not stored.
-        """
+        """Prepare the answer; put: called with the complete answer to store it."""
         super().__init__(model, token_bytes, body.logprobs)
         self.put, self.names = put, names_in_namespaces(body.tools or ())
         self._number = 0
@@ -315,10 +279,6 @@ class ResponsesReply(BlocksReply):
         return {**head, "type": "function_call", "call_id": block.call_id, **self._names(block), "arguments": block.text}
 
     def _names(self, block: Block) -> dict[str, str]:
-        """Return {"name": ...} for the function that a tool call names.
-
-        If the function is in a namespace, return {"name": ..., "namespace": ...}.
-        """
         return self.names.get(block.name, {"name": block.name})
 
 

@@ -40,10 +40,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class Item(Body):
-    """Base class of the items in the field `input` of a request.
-
-    An item that the client copies from an earlier answer also has its `id` and `status`.
-    """
+    """An item of `input`; one copied from an earlier answer also has its id and status."""
 
     id: str | None = None
     status: str | None = None
@@ -210,9 +207,8 @@ class InputTokensRequest(Body):
     conversation: Annotated[Any, Unsupported()] = None
 
     def items(self, stored: Callable[[str], StoredItem | None]) -> list[StoredItem]:
-        """Return the items in the field `input`, with each reference replaced by the item it names.
+        """Return the items of `input`, where `stored` returns those that are referred to by id.
 
-        stored: returns the item with a given id, or None if it is not stored.
         Raises ApiError 400 for an unknown id.
         """
         found: list[StoredItem] = []
@@ -259,10 +255,7 @@ class ResponsesRequest(InputTokensRequest, GenerationFields):
 
 
 def messages_of(items: Iterable[StoredItem]) -> list[Message]:
-    """Convert the items of a conversation to messages.
-
-    Reasoning, text and tool calls that follow each other become one assistant message.
-    """
+    """Convert items; reasoning, text and calls that follow each other become one message."""
     found: list[dict[str, Any]] = []
     order = ("reasoning_content", "content", "calls")
 
@@ -293,12 +286,8 @@ def messages_of(items: Iterable[StoredItem]) -> list[Message]:
     return [plain_message(**{"content": "", **message}) for message in found]
 
 
-def parse(body: InputTokensRequest, before: Sequence[Message], messages: Sequence[Message]) -> Generation:
-    """Convert a request of the Responses API.
-
-    before: the earlier conversation, which ends with the response that `body` continues.
-    messages: the new messages, from the field `input`.
-    """
+def parse_response(body: InputTokensRequest, before: Sequence[Message], messages: Sequence[Message]) -> Generation:
+    """Convert a request; `messages` come from its input and follow the conversation `before`."""
     conversation = [*before, *messages]
     if body.instructions:
         conversation.insert(0, plain_message("system", body.instructions))
@@ -328,10 +317,7 @@ def full_name(namespace: str | None, name: str) -> str:
 
 
 def names_in_namespaces(tools: Iterable[AnyTool]) -> dict[str, dict[str, str]]:
-    """Return {full name: {"name": ..., "namespace": ...}} for each function in a namespace.
-
-    The full name is `namespace.name`.
-    """
+    """Return {full name: {"name": ..., "namespace": ...}} for each function in a namespace."""
     return {
         full_name(space.name, function.name): {"name": function.name, "namespace": space.name}
         for space in tools
