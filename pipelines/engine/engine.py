@@ -291,13 +291,14 @@ class EventStream:
 
     async def __aiter__(self) -> AsyncIterator[tuple[Request, Event]]:
         while True:
-            # Looked up first, because the last event is added before its request ends.
+            # Cleared first: what arrives while the reader handles an event must wake it up.
+            self.arrived.clear()
+            # Looked up before the events, because the last one is added before its request ends.
             has_ended = not self._live
             while self._events:
                 yield self._events.popleft()
             if has_ended:
                 return
-            self.arrived.clear()
             await self.arrived.wait()
 
     def close(self) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from castiron.pipelines.api.api_errors import QueueFull, Stopping
 from castiron.pipelines.api.async_engine import AsyncEngine
-from castiron.pipelines.engine.engine import Engine
-from castiron.pipelines.engine.request import Failed, Finished
+from castiron.pipelines.engine.engine import Engine, EventStream
+from castiron.pipelines.engine.request import Failed, Finished, Request, Tokens
 from tests.engine.test_scheduler import Asked, FakeBatch, report
 
 
@@ -126,3 +126,21 @@ def test_an_error_of_the_scheduler_itself_ends_requests_and_not_the_thread(capsy
 
     engine_test(test)
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_an_event_that_arrives_while_the_last_one_is_handled_is_not_lost():
+    request = Request([1], 8)
+    stream = EventStream(None, [request])
+
+    async def read() -> list:
+        found, arriving = [], [Tokens(), Finished("stop")]
+        stream.add(request, arriving.pop(0))
+        async for _, event in stream:
+            found.append(event)
+            if arriving:
+                stream.add(request, arriving.pop(0))
+                stream.arrived.set()
+        return found
+
+    found = asyncio.run(asyncio.wait_for(read(), 10))
+    assert [type(event) for event in found] == [Tokens, Finished]
