@@ -83,13 +83,11 @@ class Schema:
         """The function's arguments."""
         return self.members(self.root)
 
-    def argument(self, key: str) -> Any:
-        """Return the schema of an argument; `ANY` if the function does not list it."""
-        return _value_of_member(self.arguments, key)
-
-    def member(self, schema: Any, key: str) -> Any:
-        """Return the schema of a value of an object that matches a part of this schema."""
-        return _value_of_member(self.members(schema), key)
+    def argument(self, key: str, part: Any = None) -> Any:
+        """Return the schema of an argument, or of a value in an object of a `part`; else `ANY`."""
+        members = self.arguments if part is None else self.members(part)
+        value = members.properties.get(key, members.rest)
+        return value if isinstance(value, dict) else ANY
 
     def target(self, ref: Any) -> Any:
         """Return the schema that a "$ref" leads to; None if it is not in this schema."""
@@ -185,11 +183,6 @@ class Schema:
                 if self.allows(value, schema, by_type):
                     return value
         return readings[0]
-
-
-def _value_of_member(members: Members, key: str) -> Any:
-    found = members.properties.get(key, members.rest)
-    return found if isinstance(found, dict) else ANY
 
 
 def is_schema(value: Any) -> bool:

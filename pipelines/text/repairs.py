@@ -244,14 +244,19 @@ def _results_for_all(messages: Messages, _: ToolFormat) -> Messages:
     return found
 
 
-def _no_user_after_result(messages: Messages, _: ToolFormat) -> Messages:
-    found: Messages = []
-    for message in messages:
-        if message["role"] == "user" and found and found[-1]["role"] == "tool":
-            found[-1] = _joined(found[-1], message)
-        else:
-            found.append(message)
-    return found
+def _no_user_after(role: str) -> Callable[[Messages, ToolFormat], Messages]:
+    """Return a repair that joins a user's message to a message of `role` before it."""
+
+    def repair(messages: Messages, _: ToolFormat) -> Messages:
+        changed: Messages = []
+        for message in messages:
+            if changed and (changed[-1]["role"], message["role"]) == (role, "user"):
+                changed[-1] = _joined(changed[-1], message)
+            else:
+                changed.append(message)
+        return changed
+
+    return repair
 
 
 def _user_first(messages: Messages, _: ToolFormat) -> Messages:
@@ -277,16 +282,6 @@ def _no_adjacent_answers(messages: Messages, _: ToolFormat) -> Messages:
             found += [{"role": "user", "content": ""}, message]
         else:
             found[-1] = _joined(found[-1], message)
-    return found
-
-
-def _no_adjacent_users(messages: Messages, _: ToolFormat) -> Messages:
-    found: Messages = []
-    for message in messages:
-        if found and message["role"] == found[-1]["role"] == "user":
-            found[-1] = _joined(found[-1], message)
-        else:
-            found.append(message)
     return found
 
 
@@ -323,11 +318,11 @@ REPAIRS: tuple[tuple[str, Callable[[Messages, ToolFormat], Messages]], ...] = (
     ("UT UAT UATA", _results_as_text),
     ("UEU", _no_empty_answers),
     ("UC UCU", _results_for_all),
-    ("UCTU", _no_user_after_result),
+    ("UCTU", _no_user_after("tool")),
     ("AU CTU", _user_first),
     ("S A CT", _some_user),
     ("UAAU", _no_adjacent_answers),
-    ("UU", _no_adjacent_users),
+    ("UU", _no_user_after("user")),
     ("SUA", _system_in_last_user),
     ("U", _content_in_parts),
 )

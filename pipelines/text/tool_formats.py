@@ -319,7 +319,7 @@ class CallReader:
         if elements and "array" in kinds and all(key == self.form.item for key, _ in elements):
             return [self._nested(value, schema, schema.members(part).items) for _, value in elements]
         if elements and "object" in kinds:
-            return {key: self._nested(value, schema, schema.member(part, key)) for key, value in elements}
+            return {key: self._nested(value, schema, schema.argument(key, part)) for key, value in elements}
         if not text and (empty := [EMPTY[kind] for kind in EMPTY if kind in kinds]):
             # The template omits null, and a text may be empty; so may a list and an object.
             return copy(empty[0])
