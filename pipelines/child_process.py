@@ -31,15 +31,12 @@ _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from castir
 class LimitExceeded(Exception):
     """Raised if a function in a child process exceeds a limit, crashes, or raises an exception.
 
-    If the function raises a PipelineError, the caller gets a PipelineError instead.
+    A PipelineError of the function is raised as such.
     """
 
 
 class Interrupted(LimitExceeded):
-    """Raised if a function was ended before it used its processor time.
-
-    Its caller stopped it, or the machine is too busy.
-    """
+    """Raised if a call was stopped, or the machine is too busy for its processor time."""
 
 
 class ChildProcess:
@@ -48,12 +45,9 @@ class ChildProcess:
     def __init__(
         self, seconds: float, max_bytes: int, initialise: Callable[..., Any] = bool, *arguments: Any, niceness: int = NICENESS
     ):  # fmt: skip
-        """Store the limits and the first function to call; the process itself is started by `call`.
+        """Store the limits; seconds: max processor time of a call. max_bytes: of the process.
 
-        seconds: max processor time of a call.
-        max_bytes: max memory of the process, on systems that can limit it.
         initialise: function that each new process calls first, with `arguments`.
-        niceness: added to the nice value of the process.
         """
         self.seconds, self.max_bytes, self._initialise = seconds, max_bytes, (name_of(initialise), arguments)
         self.niceness = niceness
@@ -66,8 +60,8 @@ class ChildProcess:
     def call(self, function: Callable[..., Any], *arguments: Any, wall_seconds: float | None = None) -> Any:
         """Run `function(*arguments)` in the child; the arguments and the result are JSON values.
 
-        wall_seconds: max wall-clock time; by default 10 times the processor time. The start of the
-        process is not counted.
+        wall_seconds: max wall-clock time without the start of the process; by default PATIENCE
+        times the processor time.
         """
         with self._lock:
             self.used = self.seconds
@@ -174,9 +168,7 @@ def name_of(function: Callable[..., Any]) -> str:
 def main() -> None:
     """Run as the child process: read function calls from stdin, and write their results to stdout.
 
-    All lines are JSON. The first line of stdin has the limits, and the second the function to call
-    first. Each further line has a function's name and arguments, and its result is written as one
-    line.
+    The first line of JSON has the limits, the second the function to call first.
     """
     # The parent handles Ctrl-C. What libraries print goes to the null device, so that the pipe to
     # the parent has answers only.

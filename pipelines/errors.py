@@ -58,10 +58,7 @@ EXTRAS = {
 
 
 def user_errors() -> tuple[type[Exception], ...]:
-    """Return the exception classes whose message is for the user.
-
-    Classes of modules that are not imported yet are left out, because they cannot have been raised.
-    """
+    """Return the exception classes, of imported modules, whose message is for the user."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in USER_ERRORS)
     return tuple(error for error in found if error is not None)
 
@@ -140,10 +137,7 @@ def _closest(name: str, known: Collection[str]) -> str | None:
 
 
 def check_names(given: Iterable[str], known: Collection[str]) -> None:
-    """Raise TypeError if a name in `given` is not in `known`, and suggest a similar known name.
-
-    given: names of keyword arguments.
-    """
+    """Raise TypeError if a name in `given` is not in `known`, and suggest a similar known name."""
     for name in given:
         if name not in known:
             raise TypeError(f"unknown option: {name}{did_you_mean(name, known)}")

@@ -54,19 +54,15 @@ def read_text(path: Path | Traversable) -> str:
 
 
 def has_too_many_values(text: str | bytes, limit: int = MAX_VALUES) -> bool:
-    """Estimate, before a JSON text is parsed, whether it has more than `limit` values.
-
-    The estimate counts commas and opening brackets, also inside strings.
-    """
+    """Estimate, before a JSON text is parsed, whether it has more than `limit` values."""
     marks = ",[{" if isinstance(text, str) else (b",", b"[", b"{")
     return sum(map(text.count, marks)) > limit
 
 
 def require_free_space(path: Path | str, needed: int, what: str) -> None:
-    """Raise PipelineError if the disk of `path` has less than `needed` bytes free.
+    """Raise PipelineError if the disk of `path` has less than `needed` bytes free for `what`.
 
-    First deletes temporary files that killed processes left in the folder of `path`. what: name of
-    the data that needs the space, for the error message.
+    First deletes temporary files that killed processes left in the folder of `path`.
     """
     path = Path(path).absolute()
     remove_abandoned(path.parent)
@@ -78,10 +74,7 @@ def require_free_space(path: Path | str, needed: int, what: str) -> None:
 
 @cache
 def sources_hash(*paths: str) -> str:
-    """Return a hash of castiron's source files: their paths and contents.
-
-    paths: files or folders, relative to the package. A folder means all its Python files.
-    """
+    """Return a hash of castiron's source files; a folder means all its Python files."""
     digest = hashlib.sha256()
     for path in (ROOT / path for path in paths):
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:

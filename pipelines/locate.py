@@ -30,8 +30,7 @@ _NAME = re.compile(
 class HubName(NamedTuple):
     """A model name on Hugging Face's hub: `[hf.co/]ORG/NAME[@REVISION][:WANTED]`.
 
-    repository: ORG/NAME. revision: a branch, tag or commit. wanted: which GGUF file to use: its
-    path or, as in llama.cpp, the end of its name without .gguf, such as Q4_K_M.
+    wanted: path of a GGUF file or, as in llama.cpp, the end of its name without .gguf: Q4_K_M.
     """
 
     repository: str
@@ -77,10 +76,9 @@ def folder_of(repository: str) -> Path:
 
 
 def source_of(path: Path) -> dict[str, str] | None:
-    """Return the repository and file to which a path in the hub's cache belongs, as a dict.
+    """Return `repository`, `revision` (a commit) and `file` of a path in the hub's cache.
 
-    The dict has the keys `repository`, `revision` (a commit) and, unless `path` is a snapshot
-    folder, `file`. Returns None for a path outside the cache.
+    A snapshot folder has no `file`. Returns None for a path outside the cache.
     """
     path = Path(os.path.abspath(path))
     for snapshot in (path, *path.parents):
@@ -108,10 +106,7 @@ def is_archive(path: Path) -> bool:
 
 
 def checkpoint_path(path: Path) -> Path:
-    """Return `path` if it may be a checkpoint; otherwise raise CheckpointError.
-
-    The error explains the mistake: for example, that `path` is a bundle or an adapter.
-    """
+    """Return `path` if it may be a checkpoint; else raise CheckpointError that explains why."""
     if path.is_file() and path.name.endswith(PARTS) and _head(path) != b"GGUF":
         raise CheckpointError(f"{path} is one file of a checkpoint; give its directory, {path.absolute().parent}")
     if is_bundle(path):
@@ -132,11 +127,7 @@ def checkpoint_path(path: Path) -> Path:
 
 
 def model_name(path: Path) -> str:
-    """Return a name for the model at `path`.
-
-    For a snapshot folder in the hub's cache, this is the repository's name without the
-    organisation. Otherwise it is the name of the file or folder, without .gguf.
-    """
+    """Return a model's name: of a snapshot's repository, or of the file or folder."""
     path = Path(os.path.abspath(path))
     source = source_of(path)
     if source and "file" not in source:
@@ -145,11 +136,7 @@ def model_name(path: Path) -> str:
 
 
 def parts_of(file: str) -> list[str]:
-    """Return the file names of all parts of a split GGUF file.
-
-    file: name of the first part, which ends in, for example, -00001-of-00003.gguf. Any other name
-    is returned as [file].
-    """
+    """Return the names of all parts of a GGUF file whose first part is `file`, or [file]."""
     found = GGUF_PART.search(file)
     if not found or int(found[1]) != 1:
         return [file]
@@ -157,7 +144,7 @@ def parts_of(file: str) -> list[str]:
 
 
 def as_text(name: str | os.PathLike) -> str:
-    """Return a file name as valid Unicode, for a manifest; bytes that are not UTF-8 are escaped."""
+    """Return a file name as valid Unicode; bytes that are not UTF-8 are escaped."""
     return os.fsencode(name).decode(errors="backslashreplace")
 
 

@@ -172,8 +172,7 @@ class Model:
     def generate(self, prompts: Prompt | Iterable[Prompt], **options: Unpack[GenerationOptions]) -> Result | list[Result]:
         """Generate the answer to a prompt, or a list of answers in the order of several prompts.
 
-        Several prompts run in one batch. If a single prompt cannot run, PipelineError is raised. If
-        one of several prompts cannot run, its result has an `error`.
+        If one of several prompts cannot run, its result has an `error`.
         """
         results = self.generate_many(cast(Iterable[Prompt], prompts), **options)
         if not is_prompt(prompts):
@@ -184,10 +183,7 @@ class Model:
         return result
 
     def generate_many(self, prompts: Iterable[Prompt], **options: Unpack[GenerationOptions]) -> Iterator[Result]:
-        """Yield the result of each prompt as soon as its answer is complete, in any order.
-
-        Several prompts run at a time. When one is complete, the next is taken from `prompts`.
-        """
+        """Yield the result of each prompt as soon as it is complete, in any order."""
         given = [cast(Prompt, prompts)] if is_prompt(prompts) else prompts
         return generate_many(self._open_engine(), given, self._requests(options))
 
@@ -213,13 +209,7 @@ class Model:
     def score(self, texts: Prompt | Iterable[Prompt], *, top: int = 0) -> Scored | list[Scored]:
         """Return the log-probability of each token of a text; for several texts, a list of results.
 
-        Args:
-            texts: one text, or several. Each is a str, token ids or messages.
-            top: how many of the most probable tokens to report at each position.
-
-        Raises:
-            PipelineError: a text has no tokens or more tokens than the context, or the model does
-                not generate text.
+        top: how many of the most probable tokens to report at each position.
         """
         _check_kinds({"top": top})
         if top < 0:
@@ -239,19 +229,13 @@ class Model:
         """Return the embedding of a text, f32 [dimensions], or of n texts, f32 [n, dimensions].
 
         An embedding model computes the same vectors as sentence-transformers, and truncates long
-        texts. A generating model must be compiled with `--embed`. Its embedding is pooled from the
-        hidden states after the last layer.
+        texts. A generating model must be compiled with `--embed`; its hidden states are pooled.
 
         Args:
-            texts: a text or token ids, or several of these.
             prompt_name, prompt: name or text of a prompt that is put before each text.
             dimensions: return only this many numbers from the start of each vector.
             pooling: "mean" of all tokens or "last" token; a generating model's default is "mean".
             normalise: whether to scale vectors to length 1; a generating model's default is True.
-
-        Raises:
-            PipelineError: the model does not support the prompt, pooling or dimensions; a text has
-                no tokens; or a text for a generating model has more tokens than the context.
         """
         one = is_prompt(texts)
         embed = self._encoded if self.bundle.manifest.encoder else self._pooled
@@ -259,10 +243,6 @@ class Model:
         return rows[0] if one else rows
 
     def _pooled(self, texts, prompt_name, prompt, dimensions, pooling, normalise) -> np.ndarray:
-        """Return embeddings of `texts` by a model that generates text, f32 [texts, dimensions].
-
-        The arguments are those of `embed`.
-        """
         if prompt_name is not None:
             raise PipelineError(f"{self.name} has no prompt {prompt_name!r}; give its text with the argument prompt")
         pooling, normalise = pooling or "mean", normalise is not False
@@ -289,8 +269,7 @@ class Model:
     def rerank(self, query: str, documents: Sequence[str]) -> list[tuple[int, float]]:
         """Return (index, relevance) of each document, beginning with the most relevant.
 
-        The relevance is a reranker's score or, for an embedding model, the cosine of two
-        embeddings. Raises PipelineError for a model that generates text.
+        The relevance is a reranker's score, or the cosine of two embeddings.
         """
         if self._embedder is None:
             if self.bundle.manifest.encoder:
@@ -385,19 +364,12 @@ def load(
         model: a bundle or its path, the path of a GGUF file or HF directory, a name of castiron's
             catalogue, or org/name on the Hugging Face hub.
         threads: CPU threads, by default one per physical core.
-        context: max tokens of a prompt and its answer together, up to the model's limit. The
-            default is the bundle's context, at most 8192 unless it was compiled with more.
+        context: max tokens of prompt and answer, up to the model's limit; by default the bundle's.
         progress: called with (name of a stage, fraction done); by default prints a progress bar.
         prefix_cache: folder that stores the states (KV caches) of long prefixes.
-        draft: a smaller model with the same vocabulary, which proposes tokens. The argument has the
-            same forms as `model`.
-        parse_special: whether special tokens in messages, such as <|im_end|>, become tokens instead
-            of text.
+        draft: a smaller model with the same vocabulary, which proposes tokens; as `model`.
+        parse_special: whether special tokens in messages, such as <|im_end|>, are tokens.
         options: keyword arguments of `castiron.compile`.
-
-    Raises:
-        BundleError, CheckpointError, EmitError, CompileError, PipelineError: the model cannot be
-            found, compiled or loaded.
     """
     check_names(options, _option_names("threads", "context", "progress", "prefix_cache", "draft", "parse_special"))
     _check_kinds({"model": model, "threads": threads, "context": context, "draft": draft, "prefix_cache": prefix_cache})
@@ -416,9 +388,8 @@ def compile_bundle(
 ) -> Bundle:
     """Compile a GGUF file, an HF directory or a named model into the bundle directory `out`.
 
-    options: fields of `castiron.pipelines.compile.compile_options.Options`: context, weights,
-    adapter, calibrate, numerics, kv_cache_type, lowering, target, batch, verify_widths, embed,
-    threads, tuned. An up-to-date bundle is not compiled again. After an error, no files are left.
+    options: fields of `castiron.pipelines.compile.compile_options.Options`. An up-to-date bundle is
+    not compiled again. After an error, no files are left.
     """
     check_names(options, _option_names("progress"))
     _check_kinds({"model": model, "out": out})
@@ -428,7 +399,6 @@ def compile_bundle(
 
 
 def _check_kinds(options: dict[str, Any]) -> None:
-    """Raise PipelineError if an option has a value of another type than in `KINDS`."""
     for name in options.keys() & KINDS.keys():
         kind, content, words = KINDS[name]
         value = options[name]

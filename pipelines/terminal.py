@@ -29,10 +29,7 @@ def sanitised(text: str) -> str:
 
 
 class TerminalStream:
-    """A text stream at a terminal that escapes control characters, for example in a path.
-
-    It writes DIM and PLAIN unchanged. `stream`: the stream without this filter.
-    """
+    """A text stream at a terminal that escapes control characters, except in DIM and PLAIN."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -70,11 +67,10 @@ def counted(number: int, noun: str) -> str:
 
 
 class Progress:
-    """A progress bar for work in several stages, shown on stderr if that is a terminal.
+    """A progress bar on stderr, if that is a terminal, for a `with` statement.
 
-    Use it in a `with` statement. Call it with the name of a stage, and the fraction of the stage
-    that is done, 0 to 1. A stage ends, and its bar is erased, when the fraction reaches 1 or the
-    next stage begins. The bar shows the seconds so far, and estimates the seconds left.
+    Call it with the name of a stage and the fraction of it that is done, 0 to 1. The bar is erased
+    when the fraction reaches 1 or the next stage begins.
     """
 
     def __init__(self, quiet: bool = False):
@@ -94,7 +90,6 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Erase the bar, and stop showing it."""
         if self._thread:
             self._over.set()
             self._thread.join()

@@ -51,10 +51,7 @@ def _defined(model_type: str) -> set[str]:
 
 
 def _reads(module: ModuleType) -> Iterator[str]:
-    """Yield the config keys that a module's source code reads.
-
-    It finds `config.KEY`, and KEY in `getattr`, `hasattr`, `kwargs.get` and `kwargs.pop`.
-    """
+    """Yield the config keys that a module's source code reads."""
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         match node:
             case ast.Attribute(value=value, attr=name) if _is_config(value):

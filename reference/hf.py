@@ -29,7 +29,7 @@ class Greedy:
 def load(path: str | Path, threads: int | None = None, adapter: str | Path | None = None) -> PreTrainedModel:
     """Load the model of a GGUF file or HF directory in f32, with eager attention, in eval mode.
 
-    threads: number of threads of torch in this process. adapter: folder of a PEFT adapter to merge.
+    threads: torch's, of this process. adapter: folder of a PEFT adapter to merge.
     """
     if threads:
         torch.set_num_threads(threads)
@@ -84,11 +84,7 @@ def activations(model: PreTrainedModel, tokens: Sequence[int], names: Sequence[s
 
 @contextmanager
 def capture(model: PreTrainedModel, names: Sequence[str]) -> Iterator[dict[str, np.ndarray]]:
-    """Yield a dictionary, for a `with` block in which runs of the model store outputs in it.
-
-    names: names of submodules, as in `named_modules`, whose outputs are stored; they are the keys
-    of the dictionary. Each output is f32 [tokens, features]; a later run replaces it.
-    """
+    """Yield a dict that gets the outputs of submodules, f32 [tokens, features]."""
     modules = dict(model.named_modules())
     unknown = [name for name in names if name not in modules]
     if unknown:

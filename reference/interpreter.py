@@ -25,15 +25,10 @@ def run(
     params: Mapping[str, np.ndarray] | None = None,
     trace: Trace | None = None,
 ) -> list[np.ndarray]:
-    """Run `function` on `inputs`, and return its outputs.
+    """Run `function` on `inputs`, and return its outputs; bf16 is uint16, and i8 may be uint8.
 
-    inputs: arrays with the shapes and dtypes of the function's inputs; bf16 is uint16, and i8 may
-    be uint8. params: the weights by parameter name. trace: called as `trace(op, results)` after
-    every operation; it must not change the arrays.
-
-    For an operation that calls a kernel, the kernel's NumPy reference is called instead, as
-    `kernel.reference(**operands)`. Its tensors are read-only arrays (uint8 for i8), and its
-    operands of type index are integers.
+    trace: called as `trace(op, results)` after every operation; it must not change the arrays. A
+    kernel's NumPy reference is called as `kernel.reference(**operands)`, with read-only arrays.
     """
     try:
         body = module.functions[function]
@@ -68,11 +63,6 @@ def _run_op(op: Op, args: list[np.ndarray], params: Mapping[str, np.ndarray]) ->
 
 
 def _stored(array: np.ndarray, type_: TensorType, what: str) -> np.ndarray:
-    """Return `array` if it has the shape and dtype of `type_`; raise EmitError otherwise.
-
-    For type i8, an array of uint8 is accepted and returned as int8. what: name of the array, for
-    the error message.
-    """
     array = np.asarray(array)
     if type_.dtype is I8 and array.dtype == np.uint8:
         array = array.view(np.int8)
@@ -82,11 +72,7 @@ def _stored(array: np.ndarray, type_: TensorType, what: str) -> np.ndarray:
 
 
 def _forget(values: dict[Value, np.ndarray], left: dict[Value, int], op: Op) -> None:
-    """Delete from `values` the arrays that no operation after `op` uses.
-
-    left: how often each value will still be used; `op` is subtracted from it. This limits memory:
-    all weights in f32 would not fit.
-    """
+    """Delete arrays that no later operation uses, because all weights in f32 would not fit."""
     for value in op.operands:
         left[value] -= 1
     for value in (*op.operands, *op.results):
@@ -95,12 +81,6 @@ def _forget(values: dict[Value, np.ndarray], left: dict[Value, int], op: Op) -> 
 
 
 def _float(compute: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Return an operation's function for the interpreter, which computes the result with `compute`.
-
-    compute: a function on NumPy arrays. Operands of type f16 and bf16 are converted to f32 for it,
-    and its result is rounded once.
-    """
-
     def rule(op: Op, *args: np.ndarray) -> np.ndarray:
         dtype = op.results[0].dtype
         if dtype.kind != "float" or dtype is F32:
@@ -128,10 +108,9 @@ def _compare(op: Op, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def convert(array: np.ndarray, source: DType, target: DType) -> np.ndarray:
-    """Convert an array from element type `source` to `target`.
+    """Convert an array to another element type.
 
-    A float becomes an integer by rounding towards zero; a float outside the range of the integer
-    type becomes the nearest integer in it, and NaN becomes 0. Integers wrap around.
+    Floats round towards zero and saturate, NaN becomes 0, and integers wrap around.
     """
     if source.kind == "float":
         array = to_f32(array, source)
@@ -166,12 +145,6 @@ def _iota(op: Op) -> np.ndarray:
 
 
 def _window(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[np.ndarray]) -> tuple[slice, ...]:
-    """Return the slices that select a window of an array.
-
-    shape: shape of the array. sizes: shape of the window. starts: the window's first index in each
-    dimension. As in StableHLO's dynamic_slice, each start is clamped so that the window is inside
-    the array.
-    """
     clamped = (min(max(int(s), 0), n - size) for s, n, size in zip(starts, shape, sizes))
     return tuple(slice(start, start + size) for start, size in zip(clamped, sizes))
 
@@ -209,12 +182,6 @@ def _reduce(op: Op, x: np.ndarray, init: np.ndarray) -> np.ndarray:
 
 
 def _argmax(op: Op, values: np.ndarray, indices: np.ndarray, *_start: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return (max of `values`, its index); of equal elements, the one with the lowest index.
-
-    values: a vector. indices: the index of each element. With NaN, the result is that of the
-    StableHLO program for this operation: the max of the elements after the last NaN, or NaN if the
-    last element is NaN.
-    """
     nans = np.flatnonzero(np.isnan(values))
     first = min(int(nans[-1]) + 1, len(values) - 1) if len(nans) else 0
     best = first + int(np.argmax(values[first:]))

@@ -22,8 +22,7 @@ from castiron.vmfb.targets import TILES
 def open_llama(model: str | Path, threads: int, context: int, **options: Any) -> Any:
     """Return a `llama_cpp.Llama` for a GGUF file; options: more arguments of its constructor.
 
-    On CPUs with AMX, repacking of weights is disabled, because llama-cpp-python 0.3.36 crashes
-    there.
+    On CPUs with AMX, weights are not repacked, because llama-cpp-python 0.3.36 crashes there.
     """
     from llama_cpp import Llama, llama_cpp
 

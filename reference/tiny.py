@@ -189,12 +189,6 @@ def tiny_model(model_type: str, directory: str | Path, *, seed: int = 0, dtype: 
 
 
 def _spread(model: torch.nn.Module, seed: int) -> None:
-    """Set random weights for which greedy tokens vary from position to position.
-
-    Most matrices preserve the scale of their input. Those that write to the residual stream are
-    larger: otherwise the last token's embedding would dominate the logits, and a model with tied
-    embeddings would repeat that token. Norm weights and biases vary around HF's initial values.
-    """
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     # Where a norm follows the writer (Gemma, LFM3), its weight alone decides how much is written.

@@ -24,10 +24,7 @@ def run_stablehlo(text: str, function: str, args: Sequence[np.ndarray]) -> list[
 
 @lru_cache(maxsize=64)
 def compile_stablehlo(text: str, function: str) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
-    """Compile `function` of an MLIR module; return a Python function from arguments to results.
-
-    text: the module. Arguments and results are as in `run_stablehlo`.
-    """
+    """Compile `function` of an MLIR module; arguments and results are as in `run_stablehlo`."""
     import jax
     from jaxlib import xla_client
 
@@ -48,10 +45,7 @@ def compile_stablehlo(text: str, function: str) -> Callable[[Sequence[np.ndarray
 
 
 def _entry(text: str, function: str) -> tuple[str, list[tuple[tuple[int, ...], np.dtype]]]:
-    """Return the module's text with `function` as its only public function, renamed to `main`.
-
-    Also return the (shape, dtype) of each argument.
-    """
+    """Return the text with `function` renamed to `main`, and (shape, dtype) of each argument."""
     from jax.extend.mlir import ir
     from jax.interpreters.mlir import make_ir_context
 

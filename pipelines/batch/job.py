@@ -30,13 +30,10 @@ Answer = Callable[[Iterator[Record | None]], Iterable[Answered]]
 
 @dataclass
 class Summary:
-    """Counts of a batch job, which may have been interrupted and continued by several runs.
+    """Counts of a batch job, which several runs may have continued.
 
-    records: records finished in all runs.
-    before: records finished in earlier runs.
-    failed: records, finished in any run, whose answer is an error.
-    prompt_tokens, generated_tokens, cached_tokens, seconds: of this run only.
-    duplicates: records with the custom_id of an earlier record.
+    records, failed: of all runs. before: of earlier runs. duplicates: records with the custom_id of
+    an earlier record. Tokens and seconds are those of this run.
     """
 
     records: int = 0
@@ -53,10 +50,6 @@ class Summary:
         return (self.prompt_tokens + self.generated_tokens) / self.seconds if self.seconds else 0.0
 
     def count(self, outcome: Outcome) -> None:
-        """Count a finished record and its tokens.
-
-        outcome: the answer to the record, with its token counts.
-        """
         self.records += 1
         self.failed += outcome.failed
         self.prompt_tokens += outcome.prompt
@@ -70,13 +63,9 @@ def run_job(
 ) -> Summary:  # fmt: skip
     """Answer the records of a batch job, write the output, and return counts.
 
-    records: iterable over the input; it yields None while no record is available.
-    key: returns a hash of a record. A record is skipped if an earlier run of the job has answered a
-        record with the same hash.
-    answer: takes an iterator over records, and yields (record, outcome) in any order.
-    output: the output file, or None for stdout.
-    report: called with (counts so far, finished fraction of the input) after each record. The
-        fraction is None if it is unknown.
+    key: returns the hash by which a record that an earlier run has answered is skipped.
+    output: None for stdout.
+    report: called with (counts so far, finished fraction of the input, or None if it is unknown).
 
     Raises PipelineError if another process writes the output. If the input is damaged, the error is
     raised after the records before the damage are answered.
@@ -122,12 +111,10 @@ def run_job(
 
 
 def answering(engine: Engine | None, conversion: Conversion, window: int = MAX_REQUESTS) -> Answer:
-    """Return a function that answers the records of a job.
+    """Return a function that answers records; engine: None for an embedding model.
 
-    engine: generates text; None for an embedding model.
-    conversion: converts a record to engine requests; for an embedding model, answers it.
-    window: how many requests are sorted at a time. Sorting puts prompts with a common prefix next
-        to each other, so that the prefix is found in the cache.
+    window: how many requests are sorted at a time, so that prompts with a common prefix are next to
+    each other.
     """
 
     works = lambda records: (record and conversion.work(record) for record in records)
@@ -137,10 +124,8 @@ def answering(engine: Engine | None, conversion: Conversion, window: int = MAX_R
 def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answered]:
     """Answer records; yield (record, outcome) as soon as all requests of a record have ended.
 
-    engine: runs the requests; None if no record has any.
-    works: records with their engine requests. The next one is taken when the engine can run one
-        more request. It may yield None, if no record is available at the moment.
-    Closing the iterator cancels the requests that are running.
+    The next record is taken when the engine can run one more request. Closing the iterator cancels
+    the requests that are running.
     """
     stream, owners, ended = engine.stream() if engine else None, dict[Request, Work](), False
     try:
@@ -175,12 +160,8 @@ def run(engine: Engine | None, works: Iterator[Work | None]) -> Iterator[Answere
 def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -> Iterator[Work | None]:
     """Yield records in groups of consecutive records (windows), each sorted by prompt.
 
-    works: records with their engine requests. It yields None if no record is available at the
-        moment.
-    max_requests: a window ends when it has this number of requests.
-
-    A window also ends at MAX_TOKENS prompt tokens, or if no record is available and WAIT seconds
-    have passed since its first record. While it waits, the iterator yields None.
+    A window ends at `max_requests` requests or MAX_TOKENS prompt tokens, or if no record (None)
+    comes for WAIT seconds.
     """
     window, size, tokens, began = list[Work](), 0, 0, 0.0
     for work in works:
@@ -200,17 +181,14 @@ def in_windows(works: Iterable[Work | None], max_requests: int = MAX_REQUESTS) -
 
 
 def arranged(works: Iterable[Work]) -> list[Work]:
-    """Return records sorted by their prompts, so that prompts with a common prefix are adjacent."""
+    """Return records sorted by prompts, so that those with a common prefix are adjacent."""
     # Big-endian bytes compare like the lists of token ids that they encode.
     prompt = lambda work: work.requests[0].prompt.astype(">u4").tobytes() if work.requests else b""
     return sorted(works, key=lambda work: (prompt(work), work.record.index))
 
 
 def open_records(path: str) -> Records:
-    """Return the records of the input file `path`, or of stdin for "-".
-
-    Raises PipelineError for a file name extension that is neither of JSON lines nor of Parquet.
-    """
+    """Return the records of a file, or of stdin for "-"."""
     if is_table(path):
         from castiron.pipelines.batch.parquet import Table
 
@@ -219,10 +197,7 @@ def open_records(path: str) -> Records:
 
 
 def write_output(output: Path, entries: Callable[[], Iterable[Entry]]) -> None:
-    """Write finished records to the file `output` atomically.
-
-    entries: returns a new iterator over the records at each call.
-    """
+    """Write finished records atomically; entries: returns a new iterator at each call."""
     with replace_file(output) as file:
         if is_table(output.name):
             from castiron.pipelines.batch.parquet import write
@@ -235,7 +210,6 @@ def write_output(output: Path, entries: Callable[[], Iterable[Entry]]) -> None:
 
 
 def line_of(entry: Entry) -> bytes:
-    """Return a finished record as a JSON line: its input columns, then its answer columns."""
     own = entry.own
     if isinstance(own, str):
         from castiron.pipelines.batch.parquet import plain, unpack

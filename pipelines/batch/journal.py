@@ -39,11 +39,10 @@ MAX_LINE = 1 << 28
 
 @dataclass(frozen=True)
 class Entry:
-    """A finished record of a batch job: its input columns and its answer columns.
+    """A finished record of a batch job.
 
-    own: the input columns that are copied to the output, {name: value}; for a Parquet input, a
-        table with one row, as an Arrow stream in base64.
-    added: the columns of the answer, {name: value}.
+    own: input columns to copy to the output; for Parquet, a row as an Arrow stream in base64.
+    added: columns of the answer.
     """
 
     own: Mapping[str, Any] | str
@@ -51,17 +50,10 @@ class Entry:
 
 
 class Journal:
-    """The journal of a batch job: a file next to the output, with a line for each finished record.
-
-    A later run of the job reads the file and skips these records. A lock keeps other processes from
-    writing to it.
-    """
+    """The journal of a batch job; a lock keeps other processes from writing to it."""
 
     def __init__(self, output: Path):
-        """Open or create the journal of a batch job; PipelineError if another process uses it.
-
-        output: the job's output file, next to which the journal is.
-        """
+        """Open or create an output's journal; PipelineError if another process uses it."""
         self.path = output.with_name(output.name + ENDING)
         with naming(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,11 +95,7 @@ class Journal:
             pass
 
     def _scan(self) -> Iterator[tuple[int, int, bytes, bool]]:
-        """Read the journal's file; yield (file offset, size in bytes, key, failed) of valid lines.
-
-        key: hash that identifies the record of the line, 16 bytes.
-        failed: whether the record's answer is an error.
-        """
+        """Yield (file offset, size in bytes, key of 16 bytes, failed) of valid lines."""
         offset = 0
         with open(self.path, "rb") as file:
             while line := file.readline(MAX_LINE):
@@ -117,20 +105,12 @@ class Journal:
                 offset += len(line)
 
     def find(self, key: str) -> tuple[int, bool] | None:
-        """Find a finished record.
-
-        key: hash of the record, 32 hex digits.
-        Returns (file offset of the record's line, whether its answer is an error), or None if no
-        record with this hash is finished.
-        """
+        """Return (offset of a finished record's line, whether it failed), or None."""
         offset = self.finished.get(bytes.fromhex(key))
         return None if offset is None else (offset, bytes.fromhex(key) in self.failed)
 
     def add(self, key: str, entry: Entry, failed: bool) -> int:
-        """Append a finished record as a line, and return the file offset of this line.
-
-        key: hash of the record, 32 hex digits. failed: whether the answer is an error.
-        """
+        """Append a finished record; return the file offset of its line."""
         line = dumps({"key": key, "failed": failed, "own": entry.own, "added": entry.added}) + b"\n"
         line = b"%08x " % zlib.crc32(line) + line
         offset = self.end

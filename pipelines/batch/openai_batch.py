@@ -48,11 +48,9 @@ ENDPOINTS: dict[str, tuple[type[Body], Callable[[Any, Any], Coroutine[Any, Any, 
 
 
 class Collector:
-    """A substitute for the server's engine, with which batch jobs use the server's API classes.
+    """The engine of the server's API classes in a batch job, whose own engine runs the requests.
 
-    The API classes convert a request body to a job with engine requests. `submit` does not run
-    these requests, because the batch job runs them on its own engine. Embeddings are computed
-    immediately.
+    `submit` does nothing. Embeddings are computed immediately.
     """
 
     # A record may have any number of answers.
@@ -75,13 +73,7 @@ class OpenAI:
     """
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, names: list[str], embedder: Embedder | None = None):
-        """Prepare to answer requests for one model.
-
-        manifest: description of the compiled model.
-        names: the model names that requests may use.
-        embedder: computes the embeddings of an embedding model; None for a model that generates
-            text.
-        """
+        """Prepare to answer; embedder: None for a model that generates text."""
         self.loop = asyncio.new_event_loop()
         self.api: ModelApi
         engine: Any = Collector(embedder)
@@ -144,10 +136,6 @@ class OpenAI:
 
 
 def _request(fields: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return (request body, URL) of a record in OpenAI's format; PipelineError if it is invalid.
-
-    fields: the record, {column name: value}.
-    """
     if unknown := [name for name in fields if name not in FIELDS]:
         raise PipelineError(f"unknown field: {unknown[0][:40]!r}; use {', '.join(FIELDS)}")
     if not isinstance(fields.get("custom_id"), str):

@@ -83,10 +83,9 @@ def plain(record: pa.Table) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a JSON value without the object members that are null, at all levels.
+    """Return a JSON value without object members that are null.
 
-    Arrow adds these nulls: all structs of a column have the same fields, and a field that a record
-    does not have is null.
+    Arrow adds these: all structs of a column have the same fields.
     """
     if isinstance(value, dict):
         return {name: without_nulls(member) for name, member in value.items() if member is not None}
@@ -94,20 +93,15 @@ def without_nulls(value: Any) -> Any:
 
 
 def unpack(own: str) -> pa.Table:
-    """Decode the input columns of a record to a table with one row.
-
-    own: the table, as an Arrow stream in base64.
-    """
+    """Decode a record's input columns, an Arrow stream in base64, to a table with one row."""
     return pa.ipc.open_stream(base64.b64decode(own)).read_all()
 
 
 def write(file: BinaryIO, entries: Callable[[], Iterable[Entry]]) -> None:
-    """Write finished records to `file` as Parquet.
+    """Write finished records as Parquet.
 
-    entries: returns a new iterator over the records at each call. It is called twice: first to find
-        the types of the columns, then to write the records.
-    An answer column replaces an input column of the same name. If the values of a column have
-    different types, all of them are written as JSON text.
+    entries: returns a new iterator; called twice, first to find the types of the columns. An answer
+    column replaces an input column of the same name. A column of different types becomes JSON text.
     """
     json_columns: set[str] = set()
     found: dict[str, pa.DataType] = {}
@@ -136,10 +130,6 @@ def _groups_of(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 
 def _table(group: Sequence[Entry], json_columns: Collection[str]) -> pa.Table:
-    """Return an Arrow table with one row for each finished record in `group`.
-
-    json_columns: names of the columns whose values are written as JSON text.
-    """
     records = [entry.added for entry in group]
     columns: dict[str, pa.Array | pa.ChunkedArray] = {}
     if not any(isinstance(entry.own, str) for entry in group):
@@ -153,7 +143,6 @@ def _table(group: Sequence[Entry], json_columns: Collection[str]) -> pa.Table:
 
 
 def _column(values: list[Any], as_json: bool) -> pa.Array:
-    """Return JSON values as an Arrow array: as JSON text if `as_json`, or if the types differ."""
     if not as_json and not any(isinstance(value, dict) for value in values):
         try:
             return pa.array(values)

@@ -22,14 +22,6 @@ class Prompts:
     """Converts records with a column `messages` or `prompt` to engine requests.
 
     A prompt is a text or a list of token ids. The attributes apply to all records of the job.
-
-    max_tokens: max tokens of an answer; None for no limit except the context.
-    stop: strings that end an answer.
-    ignore_eos: whether answers continue after an end-of-sequence token.
-    repetition_stop: whether a repetition loop ends an answer.
-    raw: whether prompts are encoded without the chat template.
-    system: system message before each prompt.
-    json_schema: JSON schema that answers must match; None for free text.
     """
 
     manifest: Manifest
@@ -80,10 +72,7 @@ class Prompts:
         return Outcome({**empty, "error": str(error)}, failed=True)
 
     def _encode(self, fields: Mapping[str, Any]) -> tuple[Sequence[int], bool]:
-        """Return (token ids of a record's prompt, whether the chat template was used).
-
-        fields: the record, {column name: value}.
-        """
+        """Return (token ids of a record's prompt, whether the chat template was used)."""
         name = column_of(fields, PROMPTS)
         prompt, tokenizer = fields[name], self.tokenizer
         if name == "messages":
@@ -109,11 +98,6 @@ class Embeddings:
     """Computes the embedding of each record, from a column with a text or a list of token ids."""
 
     def __init__(self, embedder: Embedder, prompt: str = "", dimensions: int | None = None):
-        """Set the options of the embeddings.
-
-        prompt: text to put before each text. dimensions: how many of the first numbers of each
-        vector to keep; None for all.
-        """
         embedder.check_dimensions(dimensions)
         self.embedder, self.prompt, self.dimensions = embedder, prompt, dimensions
 
@@ -141,9 +125,9 @@ class Embeddings:
 
 
 def ids_of(value: Any, vocab: int) -> list[int] | None:
-    """Return `value` if it is a non-empty list of integers, and None if it is anything else.
+    """Return `value` if it is a non-empty list of token ids, and None if it is anything else.
 
-    Raises PipelineError if one of the integers is not a token id, 0 to `vocab` - 1.
+    Raises PipelineError if one of the integers is outside the vocabulary.
     """
     if not (isinstance(value, list) and value and all(type(token) is int for token in value)):
         return None
@@ -153,11 +137,7 @@ def ids_of(value: Any, vocab: int) -> list[int] | None:
 
 
 def messages_of(value: Any) -> list[dict[str, Any]]:
-    """Return the chat messages of a record; PipelineError if they are invalid.
-
-    value: the record's column `messages`. If the content of a message is a list of texts, they are
-        joined.
-    """
+    """Return chat messages whose content is text; PipelineError if they are invalid."""
     if not is_messages(value):
         raise PipelineError(
             "messages is empty or not a list of objects with role and content; give at least one, such "
@@ -183,11 +163,7 @@ def _content(message: Mapping[str, Any], index: int) -> str:
 
 
 def column_of(fields: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the name of the only column among `names` that has a value in a record.
-
-    fields: the record, {column name: value}.
-    Raises PipelineError if none of these columns has a value, or more than one.
-    """
+    """Return the only one of `names` that has a value in a record, else raise PipelineError."""
     found = [name for name in names if fields.get(name) is not None]
     if len(found) != 1:
         columns = " and ".join(found) if found else "no " + " and no ".join(names)

@@ -35,14 +35,11 @@ OPENAI = {"custom_id", "url", "body"}
 class Record:
     """A record of the input of a batch job.
 
-    index: number of the record in the input, from 0.
-    fields: the columns, {name: value}; empty if the record cannot be parsed.
-    own: the columns to copy to the output, {name: value}; for a Parquet input, a table with one
-        row, as an Arrow stream in base64, because this preserves the types of columns.
+    fields: the columns; empty if the record cannot be parsed, which `error` explains.
+    own: the columns to copy to the output; for Parquet, a row as an Arrow stream in base64, which
+        preserves the types of columns.
     source: the record before it is parsed: a line of JSON, or the bytes of an Arrow stream.
-    is_openai: whether the record is in OpenAI's batch format. A record that cannot be parsed counts
-        as having the same format as the record before it.
-    error: why the record cannot be parsed; None if it can.
+    is_openai: for a record that cannot be parsed, the format of the record before it.
     key: hash by which later runs of the job find the record's answer, 32 hex digits.
     """
 
@@ -56,11 +53,7 @@ class Record:
 
 
 def has_openai_columns(names: Collection[str]) -> bool:
-    """Return whether a record with the columns `names` is in OpenAI's format.
-
-    Such a record has the columns custom_id, url and body, or two of these and no column for a
-    prompt or a text.
-    """
+    """Return whether a record has OpenAI's three columns, or two and none of a plain record."""
     found = len(OPENAI.intersection(names))
     return found == 3 or (found == 2 and not {*PROMPTS, *TEXTS}.intersection(names))
 
@@ -68,8 +61,7 @@ def has_openai_columns(names: Collection[str]) -> bool:
 class Records(Protocol):
     """An iterable over the records of a file or pipe; it yields None if none is available yet.
 
-    fault: the error that stopped reading before the end of the input, or None.
-    share: fraction of the input that has been read, 0 to 1; None if the size is unknown.
+    fault: the error that stopped reading early. share: fraction that has been read, or None.
     """
 
     fault: PipelineError | None
@@ -80,11 +72,7 @@ class Records(Protocol):
 
 
 def is_table(path: str) -> bool:
-    """Return whether an input or output file is Parquet, by its file name extension.
-
-    Returns False for JSON lines and for "-", which is stdin. Raises PipelineError for other
-    extensions.
-    """
+    """Return whether a file is Parquet and not JSON lines, by its extension, else PipelineError."""
     if path == "-" or path.lower().endswith(LINES):
         return False
     if path.lower().endswith(TABLE):
@@ -124,11 +112,6 @@ class JsonLines:
                 index, is_openai = index + 1, record.is_openai
 
     def _lines(self) -> Iterator[bytes]:
-        """Yield the lines of the file.
-
-        A line of more than MAX_LINE bytes is cut to MAX_LINE + 1, by which the caller recognises
-        it.
-        """
         while line := self.file.readline(MAX_LINE + 1):
             rest = line
             while len(rest) > MAX_LINE and not rest.endswith(b"\n"):
@@ -136,7 +119,6 @@ class JsonLines:
             yield line
 
     def _arriving(self) -> Iterator[bytes | None]:
-        """Yield the lines of the pipe, and None while the pipe has no data."""
         line = bytearray()
         while True:
             if not select.select([self.file], [], [], 0)[0]:
@@ -156,13 +138,6 @@ class JsonLines:
 
 
 def _record(index: int, number: int, line: bytes, was_openai: bool) -> Record:
-    """Parse a line of JSON as a record; if the line is invalid, the record has an `error`.
-
-    index: number of the record, from 0.
-    number: number of the line, from 1, for the error message.
-    was_openai: whether the record before this one is in OpenAI's format; a record with an error
-        counts as having the same format.
-    """
     source = line.strip()
     invalid = lambda why: Record(index, {}, {}, source, was_openai, f"line {number} {why}")
     if len(line) > MAX_LINE:
@@ -184,13 +159,7 @@ def _no_constant(name: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The answer to a record of a batch job, with token counts.
-
-    added: the columns that the answer adds to the output, {name: value}.
-    failed: whether the answer is an error.
-    prompt, generated: number of prompt tokens and of generated tokens.
-    cached: how many of the prompt tokens were in the prefix cache.
-    """
+    """The answer to a record: the columns that it adds, and token counts."""
 
     added: Mapping[str, Any]
     failed: bool = False
@@ -203,9 +172,7 @@ class Outcome:
 class Work:
     """A record, the engine requests that must run to answer it, and a function for the answer.
 
-    outcome: returns the answer; called once, after all requests have ended.
-    requests: empty if the answer needs no text generation, for example for embeddings.
-    listen: called as `listen(request, event)` for each event of the requests.
+    outcome: called once, after all requests have ended. listen: called for each event of them.
     """
 
     record: Record
@@ -222,16 +189,13 @@ class Format(Protocol):
         ...
 
     def work(self, record: Record, seed: int) -> Work:
-        """Return the record with the engine requests that answer it.
+        """Return the requests that answer a record; seed: used if the record does not set one.
 
-        seed: seed for sampling, if the record does not set one.
         Raises PipelineError or ApiError if the record is invalid.
         """
         ...
 
-    def failed(self, record: Record, error: Exception) -> Outcome:
-        """Return an error as the answer to a record."""
-        ...
+    def failed(self, record: Record, error: Exception) -> Outcome: ...
 
 
 class Conversion:
@@ -241,21 +205,16 @@ class Conversion:
         self.plain, self.openai, self.identity, self.seed = plain, cache(openai), identity, seed
 
     def key(self, record: Record) -> str:
-        """Return a hash of all that determines the answer to a record, as 32 hex digits.
+        """Return a hash of the record, the model and the options, as 32 hex digits.
 
-        These are the record's content, the model and the options. If the answer is sampled, the
-        hash includes the record's index, so that equal records get different answers. For an
-        invalid record it includes the index too, because the error message contains the line
-        number.
+        It includes the index if the answer is sampled, so that equal records get different answers,
+        and for an invalid record, whose error message contains the line number.
         """
         numbered = record.error is not None or self._format(record).samples(record)
         return hashlib.sha256(self.identity + (b"%d " % record.index if numbered else b"") + record.source).hexdigest()[:32]
 
     def work(self, record: Record) -> Work:
-        """Return a record with the engine requests that answer it.
-
-        For an invalid record there are no requests, and the answer is an error.
-        """
+        """Return the requests of a record; an invalid one has none, and an error as answer."""
         format_ = self._format(record)
         seed = int.from_bytes(hashlib.sha256(f"{self.seed} {record.key}".encode()).digest()[:8]) >> 1
         try:
@@ -276,11 +235,7 @@ class Conversion:
 
 
 def identity(manifest: Manifest, options: Mapping[str, Any]) -> bytes:
-    """Return a SHA-256 hash of all that affects the answers of a job, besides its records.
-
-    manifest: description of the compiled model.
-    options: options of the job, {name: value}.
-    """
+    """Return a hash of all that affects the answers of a job, besides its records."""
     files = {name: file.sha256 for name, file in manifest.files.items() if name not in IDLE_FILES}
     facts = [files, manifest.name, manifest.context, manifest.numerics, manifest.generation, repr(manifest.tokens),
              repr(manifest.encoder), manifest.tool_format, dict(options)]  # fmt: skip

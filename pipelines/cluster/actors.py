@@ -57,10 +57,8 @@ class Generate:
             num_cpus=2, compute=ray.data.ActorPoolStrategy(size=4),
         )
 
-    A row has a column `prompt` (text) or `messages` (a list of objects with role and content). The
-    answer is in new columns `generated`, `finish_reason` and `generated_tokens`. If a row fails,
-    the error message is in the new column `error`. The answer to a row does not depend on other
-    rows, or on the actor.
+    A row has a column `prompt` (text) or `messages`. The columns ANSWER are added. An answer does
+    not depend on other rows, or on the actor.
     """
 
     def __init__(
@@ -69,11 +67,9 @@ class Generate:
     ):  # fmt: skip
         """Load the bundle.
 
-        Args:
-            bundle: path on every node, URL for fsspec, or result of `castiron.ray.store`.
-            prompt, messages: names of the columns with prompts and with chat messages.
-            threads: number of threads; by default the number of the actor's CPUs.
-            options: options of `Model.generate`.
+        bundle: path on every node, URL for fsspec, or result of `castiron.ray.store`. prompt,
+        messages: names of the columns. threads: by default the actor's CPUs. options: those of
+        `Model.generate`.
         """
         self.prompt, self.messages, self.options = prompt, messages, options
         self.model = Model(bundle_at(bundle), threads or cpus_of_actor())
@@ -92,28 +88,20 @@ class Generate:
         return _with_answers(batch, self.answers([_prompt(values) for values in zip(*columns)]))
 
     def answers(self, prompts: Sequence[Any]) -> list[Result]:
-        """Return a result for each prompt, in the order of `prompts`.
-
-        A prompt is a text or a list of chat messages. The result of an invalid prompt has an error.
-        """
+        """Return the results in the order of `prompts`; an invalid prompt's has an error."""
         order = sorted(range(len(prompts)), key=lambda index: str(prompts[index]))
         results = self.model.generate_many([prompts[index] for index in order], **self.options)
         return sorted((replace(result, index=order[result.index]) for result in results), key=lambda result: result.index)
 
 
 def cpus_of_actor() -> int | None:
-    """Return the number of CPUs that Ray gave to this actor, at least 1; None outside an actor."""
+    """Return the number of CPUs that Ray gave to this actor; None outside an actor."""
     if not ray.is_initialized():
         return None
     return max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 0)))
 
 
 def _prompt(values: Sequence[Any]) -> Any:
-    """Return a row's prompt: the only value in `values` that is not None.
-
-    values: the row's values in the columns for texts and for chat messages. If both are None or
-    both are set, the result is None, and the row fails.
-    """
     from castiron.pipelines.batch.parquet import without_nulls
 
     given = [value for value in values if value is not None]
@@ -131,27 +119,23 @@ def _with_answers(batch: pa.Table, results: Sequence[Result]) -> pa.Table:
 
 
 class BatchActor:
-    """A Ray actor that answers records (requests) of a batch job.
-
-    The first call of `answers` opens the bundle.
-    """
+    """A Ray actor that answers records of a batch job; its first call opens the bundle."""
 
     def __init__(self, args: argparse.Namespace, path: Path, manifest: bytes, prepare: Prepare):
         self.args, self.path, self.manifest, self.prepare = args, path, manifest, prepare
         self.answer: Answer | None = None
 
     def has_bundle(self) -> bool:
-        """Return whether this actor's node has the job's bundle, at the path given to the actor."""
+        """Return whether this actor's node has the job's bundle, at the same path."""
         try:
             return dump(open_bundle(self.path, run=False).manifest) == self.manifest
         except (BundleError, OSError):
             return False
 
     def answers(self, records: list[Record], stored: Stored | None) -> list[tuple[int, Outcome]]:
-        """Answer records; return (index of the record in the job, its answer or error) for each.
+        """Return (index of the record in the job, its outcome) of each record.
 
-        stored: the bundle in Ray's object store, which is copied to this node; None if the node
-        already has the bundle.
+        stored: the bundle to fetch; None if the node already has it.
         """
         if self.answer is None:
             found = open_bundle(self.path if stored is None else bundle_at(stored), full_check=self.args.trust == "never")
@@ -161,11 +145,10 @@ class BatchActor:
         return [(record.index, outcome) for record, outcome in self.answer(iter(records))]
 
 
-class Engines:
+class ActorPool:
     """The Ray actors of a batch job, on all nodes of the cluster.
 
-    An actor uses T CPUs, where T is the value of --threads. So a node with C CPUs runs C // T
-    actors. Without --threads, a node runs one actor, which uses all CPUs.
+    With --threads T, a node with C CPUs runs C // T actors; otherwise one, which uses all CPUs.
     """
 
     def __init__(self, args: argparse.Namespace, bundle: Bundle, prepare: Prepare):
@@ -193,11 +176,7 @@ class Engines:
                     self.starting[self.actors[slot].has_bundle.remote()] = slot
 
     def finish_start(self, call: ray.ObjectRef) -> None:
-        """Mark a new actor as ready for records, after its first call has ended.
-
-        call: the finished call, of `has_bundle`. If the actor died in this call, it is removed, so
-        that `start_missing` starts it again.
-        """
+        """Mark a new actor as ready after its call of `has_bundle`, or remove it if it died."""
         slot = self.starting.pop(call)
         try:
             has_bundle = ray.get(call)
@@ -209,11 +188,7 @@ class Engines:
         self.ready[slot] = None if has_bundle else self._stored
 
     def wait(self, running: list[ray.ObjectRef], seconds: float) -> list[ray.ObjectRef]:
-        """Wait up to `seconds` until an actor's call ends; return [the call], or [] if none ended.
-
-        running: unfinished calls, in which actors generate answers for a batch job. This method
-        also waits for calls of `has_bundle`, the first call of each new actor.
-        """
+        """Wait until a call of `running` or of a starting actor ends; return [it] or []."""
         if not running and not self.ready and time.monotonic() > self.message_time:
             print_message("no node of the cluster has free CPUs for this job yet; waiting for one")
             self.message_time = math.inf
@@ -223,19 +198,15 @@ class Engines:
         return []
 
     def remove(self, slot: Slot) -> None:
-        """Remove a dead actor, so that `start_missing` starts it again.
-
-        slot: (id of the node, number of the actor on the node).
-        """
+        """Remove a dead actor, so that `start_missing` starts it again."""
         self.actors.pop(slot, None)
         self.ready.pop(slot, None)
 
 
 class Windows:
-    """The records of a job in groups ("windows"). A window is the input of one call of an actor.
+    """The records of a job in groups ("windows"), each the input of one call of an actor.
 
-    Windows get smaller towards the end of the input, so that all actors finish at about the same
-    time.
+    They get smaller towards the end, so that all actors finish at about the same time.
     """
 
     def __init__(self, records: Iterator[Record | None]):
@@ -245,10 +216,7 @@ class Windows:
         self.ended = False
 
     def next(self, actors: int) -> list[Record]:
-        """Return the records of the next window; [] if no records are available now.
-
-        actors: number of actors among which the remaining records are divided.
-        """
+        """Return the records of the next window; [] if no records are available now."""
         if self.again:
             return self.again.popleft()
         while not self.ended and len(self.waiting) < actors * WINDOWS_AHEAD * MAX_WINDOW:
@@ -270,31 +238,26 @@ class Windows:
 
 
 def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prepare) -> Answer:
-    """Return a function that answers the records of a batch job on the connected Ray cluster.
-
-    A record is one request of the job. args: the options of `castiron batch`. prepare: called in
-    each actor with the options and the bundle; returns (converter of records to engine requests,
-    engine).
-    """
+    """Return a function that answers the records of a batch job on the connected Ray cluster."""
 
     def answer(records: Iterator[Record | None]) -> Iterator[Answered]:
-        engines, windows = Engines(args, bundle, prepare), Windows(records)
+        pool, windows = ActorPool(args, bundle, prepare), Windows(records)
         running: dict[ray.ObjectRef, tuple[Slot, list[Record]]] = {}
         deaths: Counter[int] = Counter()
         try:
             while True:
-                engines.start_missing()
+                pool.start_missing()
                 # Every actor gets one window before any actor gets its second.
                 for ahead in range(WINDOWS_AHEAD):
-                    for slot, stored in engines.ready.items():
+                    for slot, stored in pool.ready.items():
                         given = sum(other == slot for other, _ in running.values())
-                        if given == ahead and (window := windows.next(len(engines.actors))):
-                            running[engines.actors[slot].answers.remote(window, stored)] = slot, window
-                if not running and engines.ready and windows.done:
+                        if given == ahead and (window := windows.next(len(pool.actors))):
+                            running[pool.actors[slot].answers.remote(window, stored)] = slot, window
+                if not running and pool.ready and windows.done:
                     return
-                for call in engines.wait(list(running), NODE_POLL if windows.ended else RECORD_POLL):
-                    if call in engines.starting:
-                        engines.finish_start(call)
+                for call in pool.wait(list(running), NODE_POLL if windows.ended else RECORD_POLL):
+                    if call in pool.starting:
+                        pool.finish_start(call)
                         continue
                     if call not in running:
                         # The actor of this call has died, and its window runs again.
@@ -303,7 +266,7 @@ def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prep
                     try:
                         found = dict(_result(call))
                     except RayActorError:
-                        engines.remove(slot)
+                        pool.remove(slot)
                         lost = [other for other, (its_slot, _) in running.items() if its_slot == slot]
                         windows.again += [window, *(running.pop(other)[1] for other in lost)]
                         first, last = window[0].index, window[-1].index
@@ -317,17 +280,13 @@ def answering_on_cluster(args: argparse.Namespace, bundle: Bundle, prepare: Prep
                     for record in window:
                         yield record, found[record.index]
         finally:
-            for actor in engines.actors.values():
+            for actor in pool.actors.values():
                 ray.kill(actor)
 
     return answer
 
 
 def _result(call: ray.ObjectRef) -> Any:
-    """Return the result of a Ray call; if the call failed, raise the exception.
-
-    Ray wraps exceptions in RayTaskError. castiron's own exceptions are raised without this wrapper.
-    """
     try:
         return ray.get(call)
     except RayTaskError as error:
@@ -338,10 +297,9 @@ def _result(call: ray.ObjectRef) -> Any:
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connect to the Ray cluster at `address` for the duration of a `with` block.
+    """Connect to the Ray cluster at `address` for a `with` block, unless the process is connected.
 
-    The address "local" starts a cluster on this machine. If the process is already connected to a
-    cluster, that connection is used and stays open.
+    The address "local" starts a cluster on this machine.
     """
     if ray.is_initialized():
         yield

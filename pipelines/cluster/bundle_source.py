@@ -1,8 +1,6 @@
 """Open bundles on the nodes of a cluster: from a path, from a URL, or from Ray's object store.
 
-Each node downloads a bundle once into its cache. A lock keeps other processes of the node from
-downloading it too. After the download, a rename makes the file visible. The bundle's hashes are
-checked before it runs.
+Each node downloads a bundle once into its cache, under a lock, and checks its hashes.
 """
 
 from __future__ import annotations
@@ -27,12 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stored:
-    """A packed bundle in Ray's object store, which nodes can fetch.
-
-    name: name of the bundle.
-    key: SHA-256 of the bundle's manifest in hex.
-    data: reference to the packed file, u8 [size].
-    """
+    """A packed bundle in Ray's object store; data: reference to the file, u8 [size]."""
 
     name: str
     key: str
@@ -60,10 +53,7 @@ def store(bundle: Bundle | Path | str) -> Stored:
 
 
 def bundle_at(source: BundleSource) -> Bundle:
-    """Open a bundle, which is fetched first if it is not on this node.
-
-    source: a path on this node, a URL, or a reference to Ray's object store (`Stored`).
-    """
+    """Open a bundle, which is fetched first if it is not on this node."""
     if isinstance(source, Stored):
         import ray
 
@@ -92,14 +82,6 @@ def bundle_at(source: BundleSource) -> Bundle:
 
 
 def _fetched(key: str, source: str, fetch: Callable[[Path], Any]) -> Bundle:
-    """Open the bundle `key` in this node's cache; fetch it first if it is not there.
-
-    key: name of the file in the cache.
-    source: path or URL of the bundle, for error messages.
-    fetch: called with a path, to which it must write the bundle.
-
-    An invalid bundle is deleted from the cache, and BundleError is raised.
-    """
     path = cache_folder("fetched") / key
     lock = path.with_name(f".{key}.lock")
     claim(path)

@@ -55,9 +55,7 @@ SCOPE_KEYS = (
 class Call:
     """An HTTP request that an ingress process (`Front`) forwards to a replica of the model.
 
-    scope: its ASGI scope.
-    body: the complete body.
-    prefixes: hashes of the prompt's prefixes, by which the router chooses the replica.
+    scope: its ASGI scope. prefixes: hashes of the prompt's prefixes.
     """
 
     scope: Mapping[str, Any]
@@ -66,11 +64,9 @@ class Call:
 
 
 def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
-    """Return hashes of a prompt's prefixes: of the first block, of the first two blocks, and so on.
+    """Return hashes of a prompt's first block of BLOCK bytes, of its first two blocks, and so on.
 
-    A block is `BLOCK` bytes of the prompt. A shorter block at the end is ignored, and so are blocks
-    after the first `MAX_BLOCKS`.
-    body: JSON of a generation request. For any other body, the result is empty.
+    body: JSON of a generation request; for any other body, the result is empty.
     """
     try:
         value = json.loads(body)
@@ -89,8 +85,7 @@ def prefix_hashes(body: bytes) -> tuple[bytes, ...]:
 class PrefixRouter(RequestRouter):
     """A router that prefers the replica with the longest prefix of the prompt in its cache.
 
-    Each process that receives HTTP requests has its own router. The router knows only the requests
-    that it has routed itself, so it does not know the full contents of a replica's cache.
+    Each process that receives HTTP requests has its own, which knows only what it has routed.
     Ray's prefix router (in ray.serve.llm) is not used, because it imports vLLM or SGLang.
     """
 
@@ -102,13 +97,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return lists of replicas; Ray tries the replicas of the first list first.
-
-        1. The replica whose cache has the longest prefix of the prompt. This list is left out if
-            the replica has no free slot but another replica has one.
-        2. Two random replicas.
-        3. All replicas.
-        """
+        """Return the longest prefix's replica unless it alone is full, two random ones, all."""
         two = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         if pending_request is None:
             return [two]
@@ -163,11 +152,6 @@ class Front:
             await while_connected(receive, self._answer(call, scope, receive, send))
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send a request to a replica, and its response to the client.
-
-        If the replica dies before the response starts, other replicas are tried, up to `ATTEMPTS`
-        replicas in total. scope, receive, send: the ASGI connection to the client.
-        """
         started: Message | None = None
         status, reason = 502, f"{ATTEMPTS} replicas ended before they answered this request"
         for attempt in range(ATTEMPTS):
@@ -196,9 +180,8 @@ class Front:
 async def _send_lost(started: Message, path: str, send: Send) -> None:
     """Report to a client that its replica died in the middle of the response.
 
-    started: the first ASGI message of the response. path: path of the request's URL. In an event
-    stream (SSE), the client gets an error event. For any other response, ConnectionResetError is
-    raised, which closes the connection: a normal end would make the response look complete.
+    An event stream gets an error event. Any other response is cut with ConnectionResetError,
+    because a normal end would make it look complete.
     """
     if not any(value.startswith(b"text/event-stream") for name, value in started["headers"] if name == b"content-type"):
         raise ConnectionResetError("the replica ended in the middle of its answer; the client must send the request again")
@@ -230,10 +213,7 @@ class Replica:
         self.name = serve.get_replica_context().replica_id.unique_id
 
     async def answer(self, call: Call) -> AsyncIterator[list[Message]]:
-        """Run the application for a request, and yield the ASGI messages of the response.
-
-        Messages that are ready at the same time are yielded as one list.
-        """
+        """Yield the ASGI messages of the response, in lists of those that are ready together."""
         queue: asyncio.Queue[Message | None] = asyncio.Queue()
         running = asyncio.create_task(self._run(call, queue))
         try:
@@ -250,12 +230,11 @@ class Replica:
             await asyncio.gather(running, return_exceptions=True)
 
     async def complete_answer(self, call: Call) -> tuple[str, tuple[int, bytes]]:
-        """Run the application for a request; return (name of the replica, (HTTP status, body))."""
+        """Return (name of the replica, (HTTP status, body))."""
         messages = [message async for found in self.answer(call) for message in found]
         return self.name, (messages[0]["status"], b"".join(message.get("body", b"") for message in messages))
 
     async def _run(self, call: Call, queue: asyncio.Queue) -> None:
-        """Run the application for a call; put its ASGI messages and a last None into `queue`."""
         bodies: Iterator[Message] = iter([{"type": "http.request", "body": call.body, "more_body": False}])
 
         async def receive() -> Message:
@@ -296,16 +275,12 @@ def deployment(
 
     Args:
         bundle: path on every node, URL for fsspec, or result of `castiron.ray.store`.
-        replicas: number of replicas, or (minimum, maximum). In the second case, Ray starts and
-            stops replicas so that each has about `slots` requests.
+        replicas: their number, or (minimum, maximum); then each gets about `slots` requests.
         fronts: number of processes that read and route requests.
-        cpus, threads, ray_actor_options: resources of a replica; by default, threads is the number
-            of CPUs.
-        slots: number of requests that a replica runs at the same time; it should be the bundle's
-            largest batch size.
+        threads: by default the CPUs of a replica.
+        slots: requests that a replica runs at once; should be the bundle's largest batch size.
         queue: max requests that wait in each front.
-        limits: limits on requests, as in `castiron.open_app`.
-        options: other keyword arguments of `castiron.open_app`.
+        limits, options: as in `castiron.open_app`.
     """
     count: dict[str, Any] = {"num_replicas": replicas}
     if not isinstance(replicas, int):

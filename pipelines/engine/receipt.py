@@ -33,8 +33,8 @@ class Receipt:
     format: version of this record. castiron: version of the program that generated the answer.
     bundle: `Manifest.sha256`. checkpoint: sha256 of the checkpoint, if the bundle has it.
     answer: token ids, with the end token if one ended the answer.
-    logits: for each token of the answer, sha256 of the hash before and of the logits from which the
-        token was chosen, cut to 32 hex digits.
+    logits: for each token of the answer, sha256 of the logits from which it was chosen, cut to 32
+        hex digits.
     sampling: the fields of `Sampling`; a random answer always has a seed.
     max_tokens: None for no limit but the context.
     sha256: hash of the other fields.
@@ -75,10 +75,8 @@ class Transcript:
         self.hashes: list[str] = []
 
     def add(self, token: int, logits: np.ndarray) -> None:
-        digest = hashlib.sha256(self.hashes[-1].encode() if self.hashes else b"")
-        digest.update(logits)
         self.tokens.append(token)
-        self.hashes.append(digest.hexdigest()[:DIGITS])
+        self.hashes.append(hashlib.sha256(logits).hexdigest()[:DIGITS])
 
 
 def repeatable(sampling: Sampling | Sampler) -> Sampling:

@@ -21,11 +21,10 @@ from castiron.vmfb.run.session import Session
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs between a receipt and the answer that a bundle gives now.
+    """A difference between a receipt and the answer that a bundle gives now.
 
-    what: "logits", "token", "end" (why the answer ended) or the name of a field of the receipt.
-    position: index of the token in the answer; None for a field.
-    margin: logit of the computed token minus that of the recorded one.
+    what: "logits", "token", "end" or the name of a field of the receipt. position: index of the
+    token in the answer; None for a field. margin: logit of the computed minus of the recorded one.
     """
 
     what: str
@@ -39,9 +38,7 @@ class Difference:
 class Audit:
     """The result of an audit.
 
-    compared: "bits" of all logits, or only "tokens".
-    positions: how many tokens were compared before the first difference.
-    differences: of several fields, or of the first position that differs.
+    compared: "bits" of all logits, or only "tokens". positions: tokens before the first difference.
     rounded: tokens that differ only because the bundle rounds otherwise in calls of several tokens.
     """
 
@@ -57,12 +54,9 @@ def audit(
 ) -> Audit:  # fmt: skip
     """Compute the answer of a receipt again with a bundle.
 
-    Args:
-        other_bundle: whether the bundle may be another one of the same checkpoint.
-        progress: called with (tokens read, total).
-
-    Raises:
-        PipelineError: the receipt has token ids or a context that the bundle does not support.
+    other_bundle: whether it may be another bundle of the same checkpoint. progress: called with
+    (tokens read, total). Raises PipelineError for ids or a context that the bundle does not
+    support.
     """
     manifest = bundle.manifest
     compared = "bits" if manifest.has_same_bits else "tokens"
@@ -119,11 +113,6 @@ def _request(receipt: Receipt, bundle: Bundle) -> Request:
 
 
 def _near_tokens(chooser: Chooser, logits: np.ndarray, token: int, has_same_bits: bool) -> set[int]:
-    """Return the tokens that rounding errors could make `chooser` pick.
-
-    Without equal bits, the logit of `token` may be larger by NEAR. The random number may differ by
-    NEAR_DRAWN in every bundle, because NumPy's exp rounds otherwise on other CPUs.
-    """
     rows = [logits]
     if not has_same_bits:
         raised = logits.copy()

@@ -30,9 +30,7 @@ def bench(
 ) -> dict[str, Any]:
     """Measure a bundle, and run other engines on the same model; return the results as JSON values.
 
-    against: names of the other engines, such as "llama.cpp".
-    checkpoint: the model for these engines; None for the one that the bundle was compiled from.
-    progress: called with (name of a stage, fraction done).
+    checkpoint: the model for the other engines; None for the one that the bundle was compiled from.
     """
     if settings.context > bundle.manifest.max_context:
         raise PipelineError(
@@ -68,11 +66,7 @@ def bench(
 
 
 def limited(manifest: Manifest, shares: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Return the shares of the machine's limits that can be above 1 only on a busy machine.
-
-    Int8 and bf16 kernels can exceed the f32 peak, and weights that fit in the CPU's cache the read
-    bandwidth.
-    """
+    """Return the shares of the machine's limits that can be above 1 only on a busy machine."""
     kernels = [name for functions in manifest.compile.get("work", {}).values() for name in functions]
     is_f32 = all(peak_of(name) == "peak_gflop_s" for name in kernels)
     is_large = manifest.files[WEIGHTS].size > 4 * READ_FLOATS
@@ -83,13 +77,7 @@ def limited(manifest: Manifest, shares: Mapping[str, float | None]) -> dict[str,
 
 
 def add_peers(engines: dict[str, Engine], against: Sequence[str], source: Path) -> dict[str, str]:
-    """Add the engines of the list `against` that can run the model; return why the others cannot.
-
-    engines: engines by name, to which new ones are added.
-    source: path of the model's GGUF file or directory.
-
-    Returns {name of an engine that was not added: reason}.
-    """
+    """Add the engines that can run the model; return {name of an engine that cannot: reason}."""
     from castiron.reference.peers import PEERS
 
     missing = {}
@@ -105,7 +93,6 @@ def add_peers(engines: dict[str, Engine], against: Sequence[str], source: Path) 
 
 
 def summarise(engine: Engine) -> dict[str, Any]:
-    """Return the measurements of one engine as JSON values."""
     return {
         "decode_tok_s": round(statistics.median(engine.decode), 2),
         "prefill_tok_s": round(statistics.median(engine.prefill), 2),
@@ -120,10 +107,7 @@ def summarise(engine: Engine) -> dict[str, Any]:
 
 
 def ratios(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, float]:
-    """Return how many times better castiron is than another engine, for each measurement.
-
-    ours, peer: results of `summarise`. A ratio below 1 means that the other engine is better.
-    """
+    """Return how many times better castiron is than an engine; below 1, the engine is better."""
     return {
         "decode": round(ours["decode_tok_s"] / peer["decode_tok_s"], 3),
         "prefill": round(ours["prefill_tok_s"] / peer["prefill_tok_s"], 3),
@@ -167,19 +151,9 @@ class Workload:
     manifest: Manifest
 
     def shares(self, settings: Settings, measured: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, float | None]:
-        """Return which fractions of the machine's limits castiron reaches.
+        """Return the reached shares of the read bandwidth and of the f32 peak.
 
-        settings: what was measured.
-        measured: castiron's speeds, a result of `summarise`.
-        limits: {"read_gb_s": bandwidth in GB/s, "peak_gflop_s": f32 peak in GFLOP/s}.
-
-        Returns:
-            decode_roofline: bytes of weights and KV cache read per second, divided by the read
-                bandwidth.
-            prefill_peak_share: FLOP per second, divided by the f32 peak. With int8 activations,
-                this can be above 1.
-
-        Both are None for the lowering `portable`, whose manifests have no FLOP and bytes.
+        Int8 activations can exceed the peak. Both are None without FLOP and bytes in the manifest.
         """
         if not self._kernels() or not all("weights" in kernel for kernel in self._kernels()):
             return {"decode_roofline": None, "prefill_peak_share": None}
@@ -191,10 +165,9 @@ class Workload:
         }
 
     def decode_bytes(self, depth: int, tokens: int) -> float:
-        """Return the bytes of weights and KV cache that a decode step reads on average.
+        """Return the mean bytes of weights and KV cache that a decode step from `depth` on reads.
 
-        depth: position of the first step. tokens: number of steps. Of the embedding, only one row
-        counts. Of the experts, only those to which a token is routed count.
+        Of the embedding, one row counts; of the experts, those to which a token is routed.
         """
         weights = sum(kernel["calls"] * kernel["weights"] for kernel in self._kernels())
         # Only kernels that read the KV cache have bytes that grow with the position; at position 0 they read one entry.
@@ -207,11 +180,7 @@ class Workload:
         return weights + cache / tokens
 
     def prefill_flops(self, tokens: int) -> float:
-        """Return the FLOP to prefill `tokens` tokens from position 0 and compute the last logits.
-
-        Long prompts take several calls of the prefill functions. If the last call has fewer tokens
-        than its function takes, the padding does not count.
-        """
+        """Return the FLOP to prefill `tokens` tokens and compute the last logits."""
         names = {
             function.width: function.name
             for function in self.manifest.functions

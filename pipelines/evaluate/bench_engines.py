@@ -1,7 +1,4 @@
-"""Measure several engines on one machine, each in its own process and in turns.
-
-The parameter `progress` is called with (name of a stage, fraction done).
-"""
+"""Measure several engines on one machine, each in its own process and in turns."""
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure: a prefill of `prompt` tokens, and `gen` decode steps from position `depth`.
-
-    threads: CPU threads of each engine. rounds: how often to measure each.
-    """
+    """A prefill of `prompt` tokens, and `gen` decode steps from position `depth`."""
 
     threads: int
     prompt: int = 512
@@ -64,11 +58,7 @@ class EngineError(PipelineError):
 
 @dataclass
 class Engine:
-    """An engine to measure, such as llama.cpp, and its measurements.
-
-    model: path of the model. decode, prefill: tokens/s in each round. first: milliseconds to the
-    first token in each round. rss_mb: peak memory in MB.
-    """
+    """An engine and its measurements: tokens/s and, in `first`, milliseconds of each round."""
 
     name: str
     model: str
@@ -82,7 +72,7 @@ class Worker:
     """A process that runs one engine, and receives requests and returns results over a pipe."""
 
     def __init__(self, engine: str, model: str, settings: Settings):
-        """Start the process; EngineError if it cannot load the model at the path `model`."""
+        """Start the process; EngineError if it cannot load the model."""
         self.engine = engine
         self.pipe, end = _SPAWN.Pipe()
         arguments = end, engine, model, settings.threads, settings.context
@@ -145,10 +135,7 @@ def serve_engine(pipe: Connection, name: str, model: str, threads: int, context:
 
 
 def time_to_first_token(engine: str, model: str, settings: Settings, tokens: Sequence[int]) -> float:
-    """Return the seconds from the start of a new process to the first token after a prompt.
-
-    engine: name of the engine. model: path of its model. tokens: the prompt.
-    """
+    """Return the seconds from the start of a new process to the first token after a prompt."""
     start = time.perf_counter()
     worker = Worker(engine, model, settings)
     worker.ask("first", tokens)
@@ -164,12 +151,9 @@ def measure(
 
     An engine that fails is removed from `engines`. If castiron fails, EngineError is raised.
 
-    tokens: token ids of prompts and generated text, at least `settings.context`.
-    machine: measures the machine's limits.
-    progress: called with (name of a stage, fraction done).
+    tokens: ids of prompts and generated text, at least `settings.context`.
 
-    Returns ({"read_gb_s": values, "peak_gflop_s": values}, {failed engine: error message}). The
-    values are the machine's read bandwidth and peak speed, measured in each round.
+    Returns ({limit of the machine: value of each round}, {failed engine: error message}).
     """
     workers: dict[str, Worker] = {}
     limits: dict[str, list[float]] = {"read_gb_s": [], "peak_gflop_s": []}

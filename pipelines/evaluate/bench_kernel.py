@@ -36,15 +36,9 @@ Progress = Callable[[str, float], None]
 
 
 def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, position: int) -> dict[str, np.ndarray]:
-    """Return values for the operands of a kernel, by operand name, to time the kernel with them.
+    """Return values for the operands of a kernel, by name: random, except ids, position and length.
 
-    Tensors are random. But ids of tokens or experts are 0, 1, 2, and so on, and the operands for
-    the position and the number of tokens have the given values.
-
-    codec: format of the weights.
-    sizes: the numbers in --shape, such as [1536, 576].
-    tokens: number of tokens of a call.
-    position: KV cache position of the first token.
+    sizes: the numbers in --shape.
     """
     rng = np.random.default_rng(0)
     full = {"length": tokens, "start": position, "position": position, "counters": 0}
@@ -85,10 +79,9 @@ def operands(kernel: Kernel, codec: str, sizes: Sequence[int], tokens: int, posi
 
 @dataclass(frozen=True)
 class KernelRun:
-    """A kernel to time, and the options that it was built with.
+    """A kernel to time. settings: its options, as --json prints them.
 
-    settings: the options, such as shape and codec, as --json prints them.
-    position: KV cache position of the first token of each timed call.
+    position: KV cache position of the first token of each call.
     """
 
     kernel: Kernel
@@ -101,14 +94,7 @@ def kernel_run(
 ) -> KernelRun:
     """Build the kernel that the options of `castiron bench --kernel` describe, for this machine.
 
-    kind: a key of KINDS, such as "gemv".
-    shape: sizes of the kernel, for example "1536x576".
-    tokens: tokens of a call; None for the default of the kind.
-    codec: format of the weights.
-    numerics: precision of the matmul, as in `castiron compile --numerics`.
-    context: size of the KV cache in tokens. The kernel is timed at the last position at which the
-        tokens of a call fit.
-    cache: element type of the KV cache.
+    It is timed at the last position of the context at which the tokens of a call fit.
     """
     from castiron.vmfb.targets import resolve
 
@@ -127,12 +113,7 @@ def kernel_run(
 
 
 def measure(run: KernelRun, rounds: int, machine: Any, progress: Progress) -> dict[str, Any]:
-    """Time a kernel and measure the machine's limits; return the object that --json prints.
-
-    rounds: number of measurements of the kernel and of each limit.
-    machine: the `Machine` that measures the limits.
-    progress: called with (name of a stage, fraction done).
-    """
+    """Time a kernel and measure the machine's limits; return the object that --json prints."""
     kernel, settings, position = run.kernel, run.settings, run.position
     threads, codec = settings["threads"], settings["codec"]
     progress("compiling the kernel", 0.0)
@@ -180,7 +161,6 @@ def measure(run: KernelRun, rounds: int, machine: Any, progress: Progress) -> di
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return the result of `measure` as text for the terminal."""
     settings, machine, runs = result["settings"], result["machine"], result["runs"]["us"]
     bound = {"memory": "memory bound", "compute": "compute bound", "cache": "in cache"}[result["bound"]]
     peak, of = next((machine[name], of) for name, of in PEAKS.items() if name in machine)

@@ -22,17 +22,9 @@ from castiron.reference import hf, interpreter
 def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, lowering: str = "portable") -> dict[str, Any]:
     """Compare castiron's and HF's activations for the prompt `tokens`, module by module.
 
-    castiron's graph runs in the NumPy interpreter. A module is a PyTorch module of the HF model.
-
-    lowering: which graph to run: "portable" has StableHLO operations, "kernels" has castiron's
-        kernels.
-
-    Returns:
-        The object that `castiron diff --json` prints. equal: whether no difference exceeds
-        `tolerance`. modules: for each module, in execution order, the max absolute difference,
-        divided by the root mean square of HF's values. first: path of the first module whose
-        difference exceeds `tolerance`, or None. operations: (kind, module path) of the operations
-        that may cause this difference: those after the preceding module, up to the end of `first`.
+    Returns the object that `castiron diff --json` prints. A module's difference is the max absolute
+    difference, divided by the root mean square of HF's values. `operations` are those after the
+    preceding module, up to the end of the first module that differs.
     """
     if checkpoint.encoding:
         raise CheckpointError(f"{checkpoint.path} is an embedding model; give castiron diff a model that generates text")
@@ -62,14 +54,7 @@ def compare(checkpoint: Checkpoint, tokens: Sequence[int], tolerance: float, low
 
 
 def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence[int]) -> dict:
-    """Run a function of the IR `module` in the NumPy interpreter; return the output of each layer.
-
-    tokens: the prompt.
-
-    Returns {path of a layer or submodule, such as model.layers.3: (index, f32 array)}. The array is
-    the result of the last f32 operation with this path. The index is the number of this operation
-    in execution order.
-    """
+    """Return {path of a layer or submodule: (number of its last f32 operation, result)}."""
     body = module.functions[function]
     states = [np.zeros(state.shape, DTYPES[state.dtype].numpy) for state in body.states]
     params = {name: pack_parameter(checkpoint, param) for name, param in module.params.items()}
@@ -93,11 +78,7 @@ def _activations(checkpoint: Checkpoint, module, function: str, tokens: Sequence
 
 
 def _distance(ours: np.ndarray, theirs: np.ndarray) -> float | None:
-    """Return max |ours - theirs|, divided by the root mean square of `theirs`.
-
-    Both arrays are [tokens, ...]. If `ours` has only one token, it is compared with the last token
-    of `theirs`. Returns None if the arrays have different sizes.
-    """
+    """Return max |ours - theirs| / rms(theirs), or None if the arrays have different sizes."""
     rows = theirs.reshape(len(theirs), -1) if theirs.ndim > 1 else theirs[None]
     mine = ours.reshape(len(ours), -1)
     if len(mine) == 1:

@@ -63,10 +63,7 @@ _PEAK_OF = {
 
 
 def chains_of(isa: Isa) -> int:
-    """Return how many independent accumulators the kernels that measure peak arithmetic have.
-
-    They are enough to hide the latency of a multiply-add, and few enough to stay in registers.
-    """
+    """Return how many accumulators hide the latency of a multiply-add and stay in registers."""
     return 24 if isa.lanes == 4 else 12
 
 
@@ -174,12 +171,6 @@ def _matrix(isa: Isa) -> Kernel:
 def _probe(
     name: str, x: TensorType, result: tuple[int, ...], write: Callable[..., None], *, flops: int = 0, nbytes: int = 0
 ) -> Kernel:
-    """Return a kernel from operand `x` to result `y`, to measure one limit of the machine.
-
-    result: shape of y; each workgroup computes one row.
-    write: function that emits the kernel's MLIR, called with (body, x, y).
-    flops, nbytes: floating-point operations of one call, and bytes that it reads.
-    """
     y = {"y": TensorType(result, F32)}
     return Kernel(f"probe_{name}", {"x": x}, y, result[0], write, dict, flops=flops, nbytes=nbytes)
 
@@ -187,14 +178,11 @@ def _probe(
 class TimedKernel:
     """A kernel compiled for this machine, with its operands in memory, to be timed.
 
-    results: arrays of the kernel's results, by name. Results that the kernel writes into an operand
-        are not included.
-    copies: equal copies of the operands; each is {name: array}. Calls use the copies in turn. So
-        large operands are read from memory, as in a model, and not from the CPU's cache.
+    results: arrays by name, without results that the kernel writes into an operand. copies: equal
+    copies of the operands, which calls use in turn, so that large ones are read from memory.
     """
 
     def __init__(self, kernel: Kernel, values: Mapping[str, np.ndarray], threads: int):
-        """Compile and load the kernel; values: operands by name."""
         import iree.runtime as rt
 
         from castiron.vmfb.compiler.iree_compile import compile_mlir
@@ -250,10 +238,7 @@ class TimedKernel:
 
 
 class Machine:
-    """A benchmark of this machine's limits: memory bandwidth and peak rates of arithmetic.
-
-    threads: number of CPU threads that the measurements use.
-    """
+    """A benchmark of this machine's memory bandwidth and peak rates of arithmetic."""
 
     def __init__(self, threads: int):
         from castiron.vmfb.targets import resolve
@@ -270,11 +255,9 @@ class Machine:
             self.probes[limit] = TimedKernel(kernel, {"x": values}, threads)
 
     def measure(self, limit: str, seconds: float = LOAD_SECONDS) -> float:
-        """Measure and return a limit of the machine; 0 if the CPU lacks the instructions.
+        """Return a limit in GB/s or 10^9 operations/s; 0 if the CPU lacks the instructions.
 
-        limit: "read_gb_s" for the memory bandwidth in GB/s, or a key of PEAKS for a peak rate of
-        arithmetic in 10^9 operations/s. A multiply-add is two operations. seconds: how long to
-        measure.
+        limit: "read_gb_s", or a key of PEAKS. A multiply-add is two operations.
         """
         if (probe := self.probes.get(limit)) is None:
             return 0.0
@@ -282,23 +265,18 @@ class Machine:
 
 
 def peak_of(kernel: str) -> str:
-    """Return the peak rate that limits a kernel, as a key of PEAKS; `kernel` is the kernel's name.
+    """Return the peak rate that limits a kernel of this name, as a key of PEAKS.
 
-    The key depends on the number format in which the kernel multiplies. A kernel with `_int24_` or
-    `_bf16_split_` in its name computes with three or more numbers for each f32 activation, so it
-    reaches at most a third of the peak.
+    A kernel with `_int24_` or `_bf16_split_` in its name computes with three or more numbers for
+    each f32 activation, so it reaches at most a third of the peak.
     """
     return next((peak for part, peak in _PEAK_OF.items() if part in kernel), "peak_gflop_s")
 
 
 def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: Mapping[str, float]) -> tuple[str, float | None]:
-    """Return what limits a kernel's speed, and the fraction of this limit that the kernel reaches.
+    """Return "memory" or "compute", as in a roofline model, and the reached share of this limit.
 
-    The first result is "memory" or "compute", as in a roofline model. If the kernel reads faster
-    than memory can, the results are "cache" and None.
-
-    kernel: the kernel's name. nbytes, flops, seconds: bytes read, operations and time of one call.
-    limits: results of `Machine.measure` by name.
+    If the kernel reads faster than memory can, the results are "cache" and None.
     """
     reading, computing = nbytes / limits["read_gb_s"] / 1e9, flops / limits[peak_of(kernel)] / 1e9
     bound = "compute" if computing >= reading else "memory" if reading <= seconds else "cache"
@@ -308,8 +286,7 @@ def bound_of(kernel: str, nbytes: float, flops: float, seconds: float, limits: M
 def busy_signs(measured: Mapping[str, Sequence[float]], shares: Mapping[str, float | None]) -> list[str]:
     """Return what shows that other programs ran during a measurement; [] if nothing does.
 
-    measured: repeated measurements of each quantity, by its name. shares: by their names, fractions
-        of limits that a program cannot exceed; None for an unknown one.
+    shares: fractions of limits that a program cannot exceed, by name; None for an unknown one.
     """
     varied = [
         f"{name} {min(values):.3g} to {max(values):.3g}"
@@ -320,37 +297,24 @@ def busy_signs(measured: Mapping[str, Sequence[float]], shares: Mapping[str, flo
 
 
 def busy_message(signs: Sequence[str]) -> str:
-    """Return the message for the signs that `busy_signs` found."""
     return f"other programs ran during the measurement: {', '.join(signs)}; end them and measure again"
 
 
 def of_limit(row: Mapping[str, Any]) -> str:
-    """Return the fraction of its limit that a kernel reaches, as text: "75%", "in cache" or "?".
-
-    row: a dict with the results of `bound_of`: `row["bound"]` and `row["limit_share"]`.
-    """
+    """Return the share of its limit that a kernel reaches: "75%", "in cache" or "?"."""
     if row["bound"] == "cache":
         return "in cache"
     return "?" if row["limit_share"] is None else f"{row['limit_share']:.0%}"
 
 
 def amount(kernel: Mapping, unit: str, position: int) -> int:
-    """Return the FLOP or the bytes of one kernel call at KV cache position `position`.
-
-    unit: "flops" or "bytes".
-    kernel: {unit: three numbers}. They are the amount at position 0, the increase from each
-        position to the next, and the maximum.
-    """
+    """Return the FLOP or the bytes (`unit`) of one kernel call at a KV cache position."""
     start, step, end = kernel[unit]
     return min(start + step * position, max(start, end))
 
 
 def describe(limits: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return facts about this machine: CPU, cores, memory in GB, operating system and limits.
-
-    limits: measurements of each limit, by its name. The result has the median of each limit, and
-        all measurements under "runs".
-    """
+    """Return facts about this machine, the median of each limit, and all values under "runs"."""
     import platform
 
     from castiron.vmfb.cpu_features import host_cpu, physical_cores
@@ -367,6 +331,6 @@ def describe(limits: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict:
-    """Return the median, min, max and all values of measurements, in the order of measurement."""
+    """Return the median, min, max and all values."""
     digits = [round(value, 3) for value in values]
     return {"median": round(statistics.median(values), 3), "min": min(digits), "max": max(digits), "values": digits}

@@ -41,11 +41,9 @@ LogitsFunction = Callable[[Sequence[int], int], Iterator[np.ndarray]]
 
 @dataclass(frozen=True)
 class Compared:
-    """Statistics that compare a model with a base model at every scored token; arrays are [tokens].
+    """A model and a base model at every scored token; arrays are [tokens].
 
-    nll, nll_base: negative log-likelihood of the token in the model and in the base model. kld: KL
-    divergence KL(base || model) of the predicted distributions. same_top: whether the most probable
-    token is the same in both models.
+    kld: KL(base || model). same_top: whether both have the same most probable token.
     """
 
     nll: np.ndarray
@@ -55,49 +53,36 @@ class Compared:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Return the log-probabilities, f64 [vocab], of all tokens from `logits` [vocab]."""
+    """Return log-probabilities, f64 [vocab]."""
     x = logits.astype(np.float64)
     x -= x.max()
     return x - np.log(np.exp(x).sum())
 
 
 def compare_row(logits: np.ndarray, base: np.ndarray, token: int) -> tuple[float, float, float, bool]:
-    """Compare the logits [vocab] of a model and a base model at one position of a text.
-
-    token: the next token of the text. Returns (negative log-likelihood of `token` in the model,
-    negative log-likelihood of `token` in the base model, KL divergence KL(base || model), whether
-    both models have the same most probable token).
-    """
+    """Return the fields of `Compared` for one position; token: the next token of the text."""
     q, p = log_softmax(logits), log_softmax(base)
     return -float(q[token]), -float(p[token]), float(np.exp(p) @ (p - q)), bool(q.argmax() == p.argmax())
 
 
 def mean_and_error(values: np.ndarray) -> dict[str, float]:
-    """Return the mean of `values` and its standard error as {"mean", "error"}.
-
-    As in llama.cpp, the error is 0 for up to ten values.
-    """
+    """Return the mean and its standard error, which is 0 for up to ten values, as in llama.cpp."""
     error = np.sqrt(values.var() / (values.size - 1)) if values.size > 10 else 0.0
     return {"mean": float(values.mean()), "error": float(error)}
 
 
 def perplexity(nll: np.ndarray) -> dict[str, float]:
-    """Return the perplexity and its standard error as {"mean", "error"}.
-
-    nll: negative log-likelihood of each token.
-    """
+    """Return the perplexity and its standard error, from negative log-likelihoods."""
     found = mean_and_error(nll)
     value = float(np.exp(found["mean"]))
     return {"mean": value, "error": value * found["error"]}
 
 
 def statistics(found: Compared) -> dict:
-    """Return the statistics that `llama-perplexity --kl-divergence` prints, as a dict by name.
+    """Return the statistics of `llama-perplexity --kl-divergence`, as a dict by name.
 
-    found: the results for each token. Each statistic is {"mean", "error"} with its standard error;
-    "kld" also has percentiles. Probabilities are from 0 to 1, not percentages. As in llama.cpp, the
-    error of the perplexity ratio takes into account that the likelihoods of the two models are
-    correlated.
+    Probabilities are from 0 to 1. As in llama.cpp, the error of the perplexity ratio takes into
+    account that the likelihoods of the two models are correlated.
     """
     log_ratio = mean_and_error(found.nll - found.nll_base)
     ratio = float(np.exp(log_ratio["mean"]))
@@ -118,9 +103,9 @@ def statistics(found: Compared) -> dict:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a text. The model's predictions from position `first` on are scored.
+    """A part of a text, scored from position `first` on.
 
-    tokens: the input of the model. targets: the correct next token after each of `tokens[first:]`.
+    targets: the correct next token after each of `tokens[first:]`.
     """
 
     tokens: list[int]
@@ -129,11 +114,7 @@ class Chunk:
 
 
 def llama_cpp_logits(checkpoint: Path, context: int, threads: int) -> LogitsFunction:
-    """Open a GGUF file in llama.cpp, and return a function that computes the model's logits.
-
-    Call the returned function with (token ids, first). It yields an array, f32 [vocab], for each
-    token from index `first` on: the logits after this token. context: max number of token ids.
-    """
+    """Open a GGUF file in llama.cpp; context: max number of token ids."""
     from castiron.reference.peers import open_llama
 
     try:
@@ -150,12 +131,7 @@ def llama_cpp_logits(checkpoint: Path, context: int, threads: int) -> LogitsFunc
 
 
 def bundle_logits(session: Session, steps: bool = False) -> LogitsFunction:
-    """Return a function that computes the logits of a bundle's model.
-
-    Call the returned function with (token ids, first). It yields an array, f32 [vocab], for each
-    token from index `first` on: the logits after this token. steps: whether the model reads one
-    token per call, with the function `decode_step`, instead of several tokens per call.
-    """
+    """Return the logits of a bundle's model; steps: whether every token is a decode step."""
 
     def rows(tokens: Sequence[int], first: int) -> Iterator[np.ndarray]:
         session.rewind(0)
@@ -179,10 +155,7 @@ def text_of(path: str | None = None) -> str:
 
 
 def tokens_of(bundle: Bundle, path: str | None = None) -> list[int]:
-    """Return the token ids of the text file `path`, or by default of a text that castiron includes.
-
-    If the bundle has no tokenizer, the ids are random, and a `path` is an error.
-    """
+    """Return the token ids of `text_of(path)`, or random ids for a bundle without a tokenizer."""
     if bundle.tokenizer is not None:
         return load_tokenizer(bundle).encode(text_of(path))
     if path is not None:
@@ -191,16 +164,14 @@ def tokens_of(bundle: Bundle, path: str | None = None) -> list[int]:
 
 
 def text_name(bundle: Bundle, path: str | None = None) -> str:
-    """Return the name of the measured text for reports: `path` or a name for the default."""
     return path or (DEFAULT_TEXT if bundle.tokenizer else "random tokens")
 
 
 def chunks_of(tokens: Sequence[int], context: int, max_chunks: int | None = None, bos: int | None = None) -> list[Chunk]:
-    """Split a text into chunks of `context` tokens, and omit an incomplete last chunk.
+    """Split a text into chunks of `context` tokens; an incomplete last chunk is left out.
 
-    As in llama.cpp, only the tokens of a chunk from index context // 2 + 1 on are scored.
-    max_chunks: return only this many chunks from the start. bos: if the text begins with this
-    token, it replaces the first token of every chunk.
+    As in llama.cpp, tokens from index context // 2 + 1 on are scored, and `bos` replaces the first
+    token of every chunk if the text begins with it.
     """
     if context < 4:
         raise PipelineError(f"--context is {context}, but a chunk needs at least 4 tokens; give a larger --context")
@@ -228,32 +199,22 @@ def _scored(chunks: Sequence[Chunk], progress: Progress, *models: LogitsFunction
 
 
 def likelihoods(model: LogitsFunction, chunks: Sequence[Chunk], progress: Progress = lambda done, total: None) -> np.ndarray:
-    """Return the negative log-likelihood of every scored token of `chunks`, f64 [tokens].
-
-    model: a function that yields logits, as `bundle_logits` returns it. progress: called with
-    (number of chunks done, number of all chunks).
-    """
+    """Return the negative log-likelihood of every scored token, f64 [tokens]."""
     return np.array([-log_softmax(logits)[token] for logits, token in _scored(chunks, progress, model)])
 
 
 def compare(
     model: LogitsFunction, base: LogitsFunction, chunks: Sequence[Chunk], progress: Progress = lambda done, total: None
 ) -> Compared:
-    """Compare a model with a base model at every scored token of `chunks`.
-
-    model, base: functions that yield logits, as `bundle_logits` returns them. progress: called with
-    (number of chunks done, number of all chunks).
-    """
+    """Compare a model with a base model at every scored token."""
     found = [compare_row(*each) for each in _scored(chunks, progress, model, base)]
     return Compared(*map(np.array, zip(*found, strict=True)))
 
 
 def own_accuracy(bundle: Bundle, progress: Progress = lambda done, total: None) -> Accuracy | None:
-    """Compare the logits that a bundle computes one token per call with those of several per call.
+    """Compare the logits of calls of several tokens with those of decode steps.
 
-    The function `decode_step` reads one token per call, other functions read several. Both compute
-    the logits of two short chunks of the default text. Returns statistics of the KL divergence, or
-    None if the text or the context is too short.
+    Returns None if the text or the context is too short.
     """
     context = min(SHORT_CONTEXT, bundle.manifest.context)
     try:

@@ -1,7 +1,6 @@
 """Write GGUF files with random weights in the shapes of known models to the cache.
 
-llama.cpp can read these files too. Functions call the callback `progress` with (name of a stage,
-fraction done).
+llama.cpp can read these files too.
 """
 
 from __future__ import annotations
@@ -89,9 +88,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def random_checkpoint(name: str, codec: str, progress: Progress) -> Path:
     """Return the path of a cached GGUF file with random weights; write the file if it is absent.
 
-    name: model whose shapes the file has, a key of SHAPES. codec: quantisation of every matrix,
-    such as "q8_0". With "q4_k", some matrices have other codecs, as in llama.cpp's Q4_K_M.
-    progress: called with (name of a stage, fraction done).
+    name: a key of SHAPES. codec: of every matrix; with "q4_k", the mix of llama.cpp's Q4_K_M.
     """
     if (config := SHAPES.get(name)) is None:
         raise PipelineError(
@@ -105,20 +102,16 @@ def random_checkpoint(name: str, codec: str, progress: Progress) -> Path:
 
 
 def checkpoint_of(name: str, config: dict[str, Any]) -> Checkpoint:
-    """Return a checkpoint that has the names and shapes of a model's tensors, in bf16, but no data.
-
-    name: path that the checkpoint gets. config: the model's HF config.json.
-    """
+    """Return a checkpoint with the names and shapes of a model's tensors, in bf16, but no data."""
     weights = build(dict(config), lambda weight: "bf16", 1, ()).weights.values()
     shapes = {tensor: shape for weight in weights for tensor, shape in weight.tensors}
     return Checkpoint(Path(name), "hf", config, {t: Tensor(t, shape, "bf16", t, bytes) for t, shape in shapes.items()})
 
 
 def gguf_parts(checkpoint: Checkpoint, weights: str) -> tuple[bytes, list[Tensor]]:
-    """Return the header bytes of a GGUF file, and its tensors with random data.
+    """Return the header of a GGUF file, and its tensors with random data.
 
-    checkpoint: has the names and shapes of the tensors. weights: quantisation of the matrices. The
-    metadata has a vocabulary size but no tokens, so llama.cpp generates placeholder tokens.
+    The vocabulary has a size but no tokens, so llama.cpp generates placeholder tokens.
     """
     (architecture, _), config = export.architecture_for(checkpoint), export.flat_config(checkpoint.config)
     vocab = read_config(checkpoint.config).vocab
@@ -159,11 +152,7 @@ def _write(file: str, header: bytes, tensors: Sequence[Tensor], progress: Progre
 
 
 def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndarray:
-    """Return a random matrix [rows, in_features] in a codec, as u8 [rows, bytes of a row].
-
-    codec_name: the quantisation, such as "q8_0", or the float type. Scales are about as large as in
-    a trained model.
-    """
+    """Return a random matrix in a codec, u8 [rows, bytes of a row], with scales as trained."""
     codec, rng = codec_of(codec_name), np.random.default_rng(seed)
     if not codec.quantised:
         values = (rng.standard_normal((rows, in_features)) * 0.05).astype(np.float32)
@@ -205,9 +194,8 @@ def raw_rows(codec_name: str, rows: int, in_features: int, seed: int) -> np.ndar
 
 @cache
 def random_tile(codec_name: str) -> np.ndarray:
-    """Return about TILE_BYTES of random weights with the quantisation `codec_name`, as u8 [bytes].
+    """Return about TILE_BYTES of random weights, u8 [bytes], which large tensors repeat.
 
-    Large tensors repeat these bytes, because random numbers for all weights would take too long.
     The number of quantisation blocks is odd, so that few rows of a tensor are equal.
     """
     codec = codec_of(codec_name)
@@ -216,9 +204,5 @@ def random_tile(codec_name: str) -> np.ndarray:
 
 
 def tiled_rows(codec_name: str, rows: int, in_features: int) -> np.ndarray:
-    """Return a matrix [rows, in_features] in a codec, as u8 [rows, bytes of a row].
-
-    codec_name: the quantisation or float type. The matrix repeats the random bytes of
-    `random_tile`.
-    """
+    """Return a matrix of repeated random bytes in a codec, u8 [rows, bytes of a row]."""
     return np.resize(random_tile(codec_name), (rows, row_bytes(codec_name, in_features)))

@@ -1,12 +1,9 @@
 """Search for tile sizes that make a model's matmuls faster on this machine.
 
-Matmuls are timed inside the model's own functions, with its weights. A candidate is a set of tile
-sizes for one matmul. Each round compiles the model with one candidate for every matmul. IREE's
-profiler then times this model and the model with default tiles alternately. After all rounds, the
-fastest candidate of each matmul is timed again. A candidate is used if it is faster than the
-default both times, and if a bundle with all fastest candidates generates the same tokens.
-
-Functions call the callback `progress` with (name of a stage, fraction done).
+Matmuls are timed inside the model's own functions, with its weights. Each round compiles the model
+with one candidate for every matmul, and IREE's profiler times it and the default alternately. At
+the end, the fastest candidate of each matmul is timed again. It is used if it is faster both times,
+and if a bundle with all fastest candidates generates the same tokens.
 """
 
 from __future__ import annotations
@@ -49,11 +46,9 @@ Progress = Callable[[str, float], None]
 
 @dataclass
 class MatmulSearch:
-    """The search for the best tile sizes of one matmul, and its result.
+    """The search for the best tiles of one matmul, timed in one function, and its result.
 
-    function: the model function in which the matmul is timed. default_seconds: its time with the
-    default tiles. tiles: the fastest tiles, None for the default ones. gain: speed-up of `tiles`
-    over the default tiles, such as 1.1.
+    tiles: None for the default ones. gain: speed-up over the default tiles, such as 1.1.
     """
 
     matmul: Matmul
@@ -67,11 +62,7 @@ class Bench:
     """A model whose matmuls are timed, with default tile sizes and with others."""
 
     def __init__(self, model: str | Path, options: Options, functions: Sequence[str], directory: Path, progress: Progress):
-        """Compile `model` with default tiles into a subdirectory of `directory`.
-
-        options: compile options. functions: names of the model functions whose matmuls are tuned;
-        [] for all. progress: called with (name of a stage, fraction done).
-        """
+        """Compile `model` with default tiles; functions: those to tune, [] for all."""
         self.model, self.options, self.directory = model, options, directory
         checkpoint = open_source(model, options, progress)
         if checkpoint.encoding:
@@ -91,27 +82,19 @@ class Bench:
         self._runs: dict[str, int] = {}
 
     def compiled(self, tiles: TilesByMatmul, name: str, progress: Progress) -> Bundle:
-        """Compile the model into the subdirectory `name`, and return the bundle.
-
-        tiles: tile sizes by name of the matmul; other matmuls have the default tiles.
-        """
+        """Compile the model into the subdirectory `name`; `tiles` replace default ones."""
         chosen = {matmul: asdict(found) for matmul, found in tiles.items()}
         compile_model(self.model, self.directory / name, self.options, progress, tiles=chosen)
         return open_bundle(self.directory / name)
 
     def matmuls(self) -> dict[str, MatmulSearch]:
-        """Return a new `MatmulSearch` for each matmul of the model, by name of the matmul.
-
-        A matmul that several functions of the model contain is timed in the first of them.
-        """
+        """Return a new search for each matmul, in the first function that contains it."""
         return {name: MatmulSearch(matmul, function) for name, (matmul, function, _) in self.kernels.items()}
 
     def gains(self, tiles: TilesByMatmul, repeats: int) -> dict[str, tuple[float, float]]:
-        """Time matmuls with their default tile sizes and with `tiles`.
+        """Return (seconds with default tiles, speed-up with `tiles`) of each matmul in `tiles`.
 
-        tiles: tile sizes to compare with the default ones, by name of the matmul. repeats: how
-        often both are timed; the shortest times count. Returns, by name of the matmul, (seconds
-        with default tiles, speed-up with `tiles`).
+        The shortest times of `repeats` measurements count.
         """
         module = self._lowered(tiles)
         candidate = self.directory / "candidate.vmfb"
@@ -158,14 +141,7 @@ class Bench:
 
 
 def search(bench: Bench, searches: dict[str, MatmulSearch], progress: Progress) -> int:
-    """Find the fastest tile sizes of each matmul, and store them in `searches`.
-
-    searches: a search without results for each matmul, by name. progress: called with (name of a
-    stage, fraction done).
-
-    Each round compiles and times the model with one candidate per matmul. At the end, the fastest
-    candidates are timed again. Returns the number of rounds that did not compile.
-    """
+    """Store the fastest tiles in `searches`; return how many rounds did not compile."""
     refused = 0
     candidates = {name: list(neighbours(found.matmul, bench.isa, bench.threads)) for name, found in searches.items()}
     rounds = max(map(len, candidates.values()), default=0)
@@ -203,10 +179,7 @@ _STEPS: dict[str, Steps] = {"together": lambda value: (value // 2, *_NEXT(value)
 
 
 def neighbours(matmul: Matmul, isa: Isa, threads: int) -> Iterator[Tiles]:
-    """Yield tile sizes to try for a matmul. Each differs from the default ones in one field.
-
-    Invalid tile sizes are left out, and those that compile to the default kernel or an earlier one.
-    """
+    """Yield tiles that differ from the default ones in one field, and compile to another kernel."""
     default = default_tiles(matmul, isa, threads)
     seen = {None, _code(matmul, isa, threads, default)}
     for tile in fields(default):
@@ -226,10 +199,7 @@ def _code(matmul: Matmul, isa: Isa, threads: int, tiles: Tiles) -> str | None:
 
 
 def prompts_of(bundle: Bundle) -> list[list[int]]:
-    """Return up to PROMPTS prompts, as token ids, to compare the tokens of two bundles.
-
-    They are the default prompts of `castiron verify`, without those too long for the context.
-    """
+    """Return up to PROMPTS default prompts of `castiron verify` that fit in the context."""
     context = bundle.manifest.context
     limit = context - TOKENS - max(bundle.manifest.widths("verify"), default=0)
     if found := [tokens for _, tokens in encoded_prompts(bundle) if len(tokens) <= limit][:PROMPTS]:
@@ -238,12 +208,7 @@ def prompts_of(bundle: Bundle) -> list[list[int]]:
 
 
 def answers(bundle: Bundle, threads: int, prompts: list[list[int]]) -> list[list[int]]:
-    """Generate tokens after `prompts` with each decoding function of a bundle.
-
-    These functions decode one token, several tokens of a sequence (verify functions), or one token
-    for each of several sequences (batch functions). Returns lists of token ids. Two bundles that
-    generate the same tokens return the same lists.
-    """
+    """Generate tokens after `prompts` with each decoding function of a bundle."""
     session, found = Session(bundle, threads), []
     for prompt in prompts:
         tokens = greedy(session, prompt, TOKENS)

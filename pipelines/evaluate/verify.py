@@ -40,10 +40,7 @@ RANDOM_LENGTHS = (1, 2, 3, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 63, 6
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt for castiron and HF transformers, either as `text` or as token ids in `tokens`.
-
-    name: a name for reports. raw: whether to encode the text without the chat template.
-    """
+    """A prompt for castiron and HF; raw: whether to encode the text without the chat template."""
 
     name: str
     text: str = ""
@@ -57,11 +54,7 @@ def first_difference(theirs: Sequence[int], ours: Sequence[int]) -> int | None:
 
 
 def read_prompts(path: str | Path | None = None) -> list[Prompt]:
-    """Return the prompts in the file `path`, by default in a file that castiron includes.
-
-    A line is the text of a prompt, or a JSON object with "prompt" (text) or "tokens" (ids), and
-    optionally "name" and "raw".
-    """
+    """Return the prompts in a file, by default castiron's; `verify --help` has the format."""
     file = Path(path) if path else files("castiron.pipelines.evaluate") / DEFAULT_PROMPTS
     lines = enumerate(read_text(file).split("\n"), 1)
     prompts = [_prompt(line, f"{path}:{number}") for number, line in lines if line.strip()]
@@ -90,7 +83,7 @@ def _prompt(line: str, where: str) -> Prompt:
 
 
 def random_prompts(vocab: int) -> list[Prompt]:
-    """Return prompts of random token ids, the same in every call, for bundles without tokenizer."""
+    """Return the same prompts of random token ids in every call."""
     random = np.random.default_rng(0)
     return [
         Prompt(f"{length} random tokens", tokens=tuple(int(token) for token in random.integers(vocab, size=length)))
@@ -101,23 +94,14 @@ def random_prompts(vocab: int) -> list[Prompt]:
 def encoded_prompts(
     bundle: Bundle, path: str | None = None, given: Sequence[Prompt] | None = None
 ) -> list[tuple[Prompt, list[int]]]:
-    """Return the prompts to run as pairs (prompt, token ids).
-
-    The prompts are `given`, or else those in the file `path`. Without both, they are castiron's
-    default prompts, or random token ids if the bundle has no tokenizer.
-    """
+    """Return pairs (prompt, token ids) of `given`, of a file, or of the default prompts."""
     vocab, tokenizer = bundle.manifest.vocab, load_tokenizer(bundle) if bundle.tokenizer else None
     prompts = given or (read_prompts(path) if path or tokenizer else random_prompts(vocab))
     return [(prompt, encode(prompt, tokenizer, vocab)) for prompt in prompts]
 
 
 def encode(prompt: Prompt, tokenizer, vocab: int) -> list[int]:
-    """Return the token ids of a prompt.
-
-    tokenizer: the bundle's tokenizer, None if it has none. vocab: number of tokens of the
-    vocabulary. Raises PipelineError for an id outside the vocabulary, or for a text without a
-    tokenizer.
-    """
+    """Return a prompt's token ids; PipelineError if the model cannot read them."""
     if prompt.tokens:
         check_token_ids(prompt.tokens, vocab, f"prompt {prompt.name!r}: ")
         return list(prompt.tokens)
@@ -129,12 +113,11 @@ def encode(prompt: Prompt, tokenizer, vocab: int) -> list[int]:
 
 
 def checkpoint_of(bundle: Bundle, given: str | None = None, *, any_format: bool = False) -> Path:
-    """Return the path of the checkpoint from which a bundle was compiled.
+    """Return the path of the checkpoint from which a bundle was compiled; download it if missing.
 
-    given: path or name of the checkpoint; by default, the path in the bundle's manifest. If that
-    path does not exist, the checkpoint is downloaded again. any_format: whether `given` may be the
-    same model in the other format (GGUF file or HF directory), which is not checked. Raises
-    PipelineError if the SHA-256 of the checkpoint differs from the one in the manifest.
+    given: path or name of the checkpoint; by default, the path in the manifest. any_format: whether
+    `given` may be the same model in the other format, which is not checked. Raises PipelineError if
+    the sha256 differs from the one in the manifest.
     """
     from castiron.pipelines.checkpoints.catalogue import CATALOGUE, canonical_name, fetch
     from castiron.pipelines.checkpoints.open_checkpoint import checkpoint_sha256, find_checkpoint
@@ -177,12 +160,6 @@ def adapter_of(bundle: Bundle) -> Path | None:
 
 
 def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str | None]) -> Path | None:
-    """Return the path of a file that was used to compile the bundle; None if there was none.
-
-    key: key of the file in the manifest's `source`, such as "adapter". what: name of the file in
-    error messages. sha256: function that returns the hash of a path, None if it does not exist.
-    Raises PipelineError if the file is missing or has changed.
-    """
     if (recorded := bundle.manifest.source.get(key)) is None:
         return None
     path = Path(recorded["path"])
@@ -192,11 +169,10 @@ def _unchanged(bundle: Bundle, key: str, what: str, sha256: Callable[[Path], str
 
 
 def load_reference(path: Path, weights: str, threads: int | None, adapter: Path | None = None, calibrated: Path | None = None):
-    """Load a checkpoint with HF transformers, and quantise its weights as in the bundle.
+    """Load a checkpoint with HF transformers, and round its weights as in the bundle.
 
-    weights: the bundle's quantisation, such as "q8_0"; HF's weights are converted to it and back to
-    f32. adapter: folder of a LoRA adapter to merge. calibrated: path of the text with which the
-    bundle's quantisation was calibrated; None if it was not.
+    weights: the bundle's type of weights. adapter: folder of a LoRA adapter to merge. calibrated:
+    the calibration text, or None.
     """
     # Set before transformers is imported, because its progress bar would overwrite castiron's.
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -252,14 +228,11 @@ def _store_as(model, checkpoint: Checkpoint, weights: str, importance: Mapping[s
 
 
 def expect(model, prompt: list[int], ours: list[int]):
-    """Return an HF model's greedy tokens after a prompt, each with its margin.
+    """Return an HF model's greedy tokens after a prompt, each with its margin over the second.
 
-    The margin of a token is the largest minus the second largest logit at its position.
-
-    ours: castiron's greedy tokens for this prompt. HF reads the prompt and `ours` in one pass,
-    which is faster than generating. So HF's tokens after the first one that differs from `ours` are
-    not valid. If HF's two largest logits at a valid position differ by less than `CERTAIN`, HF
-    generates token by token instead, and also if LongRoPE's frequencies change in between.
+    HF reads the prompt and castiron's tokens `ours` in one pass, so HF's tokens after the first
+    difference are not valid. With a margin below CERTAIN, or if LongRoPE's frequencies change in
+    between, HF generates token by token instead.
     """
     import torch
 
@@ -280,7 +253,7 @@ def expect(model, prompt: list[int], ours: list[int]):
 
 
 def greedy(session, prompt: Sequence[int], n: int) -> list[int]:
-    """Return `n` greedy tokens after a prompt; generation does not stop at an end token."""
+    """Return `n` greedy tokens after a prompt, also past an end token."""
     session.rewind(0)
     tokens = [session.prefill(prompt)]
     while len(tokens) < n:
@@ -289,11 +262,7 @@ def greedy(session, prompt: Sequence[int], n: int) -> list[int]:
 
 
 def compare(session, model, prompt: Prompt, tokens: list[int], n: int) -> dict[str, Any]:
-    """Compare the first `n` greedy tokens of castiron and HF transformers after a prompt.
-
-    session, model: the model in castiron and in HF. tokens: the prompt's token ids. Returns an
-    object for the command's JSON output, with the first difference and HF's margins.
-    """
+    """Compare `n` greedy tokens of castiron and HF; return an object for the JSON output."""
     ours = greedy(session, tokens, n)
     theirs = expect(model, tokens, ours)
     at = first_difference(theirs.tokens, ours)
@@ -319,8 +288,7 @@ _OTHER_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.js
 def dequantised(path: Path) -> Iterator[Path]:
     """Yield an HF directory of the model that transformers can read without other libraries.
 
-    This is `path` itself, unless the model is quantised with a method, such as GPTQ, for which
-    transformers needs another library. Then it is a temporary copy with f32 weights.
+    This is `path` itself, or a temporary copy with f32 weights, for example of GPTQ.
     """
     full_config = json_object(path / CONFIG) if path.is_dir() else None
     config = None if full_config is None else quantization_config(path, full_config)

@@ -15,7 +15,7 @@ from castiron.pipelines.cli import main as cli
 from castiron.pipelines.compile.compile_model import compile_model
 from castiron.pipelines.compile.compile_options import Options
 from castiron.pipelines.engine.engine import Engine
-from castiron.pipelines.engine.receipt import Receipt, read_receipt
+from castiron.pipelines.engine.receipt import Receipt, Transcript, read_receipt
 from castiron.pipelines.engine.request import Request
 from castiron.pipelines.engine.sampling import Sampler, Sampling
 from castiron.pipelines.errors import PipelineError
@@ -100,6 +100,15 @@ def test_speculation_and_cached_prefixes_give_the_same_receipt(canonical):
     assert single == speculated == first == second
     # Nothing is recorded, or read from the logits, for a request without a receipt.
     assert Request(PROMPT, served.CONTEXT).transcript is None
+
+
+def test_the_hash_covers_every_logit():
+    logits = np.arange(5, dtype=np.float32)
+    transcript = Transcript()
+    for index in range(5):
+        transcript.add(0, np.where(np.arange(5) == index, np.nextafter(logits, np.float32(9)), logits))
+    transcript.add(0, logits)
+    assert len(set(transcript.hashes)) == 6
 
 
 def test_every_end_is_repeated(canonical):
