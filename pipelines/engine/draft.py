@@ -34,8 +34,10 @@ AHEAD = 64
 ROUNDS, ROUND_TOKENS = 2, 32
 # Proposals are divided into kinds by their probability in the draft model: limits between kinds, and
 # initial acceptance rates of each kind, then of all kinds together.
-CONFIDENCES, ACCEPTED = (0.3, 0.6, 0.8, 0.95), (0.3, 0.5, 0.7, 0.85, 0.95, 0.7)
+CONFIDENCES, ACCEPTED = (0.3, 0.6, 0.8, 0.95), (0.3, 0.5, 0.7, 0.85, 0.95, 0.8)
 ALL_KINDS = -1
+# Weight that earlier proposals keep at each token of the text.
+FADING = 0.998
 
 
 class Ngrams:
@@ -93,21 +95,29 @@ class Ngrams:
 
 
 class HitRates:
-    """Acceptance rates: for each kind of proposed token, the fraction that was right."""
+    """Fractions of proposals that were right, by kind of proposal; recent ones have more weight.
+
+    prior: the rate of each kind without proposals, with the weight of `CASES` of them.
+    decay: what the weights of earlier proposals are multiplied by at each new one.
+    """
 
     CASES = 4.0
 
     def __init__(self, prior: Sequence[float], decay: float):
-        self._decay = decay
-        self._hits, self._cases = [rate * self.CASES for rate in prior], [self.CASES] * len(prior)
+        self._prior, self._decay = prior, decay
+        self._hits, self._cases = [0.0] * len(prior), [0.0] * len(prior)
 
     def __getitem__(self, kind: int) -> float:
-        return self._hits[kind] / self._cases[kind]
+        return (self._hits[kind] + self.CASES * self._prior[kind]) / (self._cases[kind] + self.CASES)
 
     def learn(self, kind: int, right: bool) -> None:
-        """Update the acceptance rate of one kind of proposal with a new proposal."""
         self._hits[kind] = self._hits[kind] * self._decay + right
         self._cases[kind] = self._cases[kind] * self._decay + 1
+
+    def fade(self, share: float) -> None:
+        """Multiply the weights of all proposals, so that the rates approach the prior."""
+        self._hits = [share * hits for hits in self._hits]
+        self._cases = [share * cases for cases in self._cases]
 
 
 def expected_tokens(rates: Iterable[float]) -> float:
@@ -122,7 +132,7 @@ def expected_tokens(rates: Iterable[float]) -> float:
 class CallCosts:
     """Seconds of a call of the model by width: the median of the last calls, or an estimate."""
 
-    GROWTH = 0.6  # low, because a width with a high estimate would never be tried
+    GROWTH = 0.4  # low, because a width with a high estimate would never be tried
 
     def __init__(self):
         self._seconds: dict[int, deque[float]] = {}
@@ -161,7 +171,7 @@ class Draft:
     def __init__(self, session: Session, vocab: int, clock: Callable[[], float] = time.perf_counter):
         """Prepare the draft model and measure its speed."""
         self.session, self.vocab, self.clock = session, vocab, clock
-        self._rates, self.costs, self.saved = HitRates(ACCEPTED, 0.95), CallCosts(), 0.0
+        self._rates, self.costs = HitRates(ACCEPTED, 0.95), CallCosts()
         # `_read`: tokens that the session has read. `_start`: index in `_text` at which they start.
         # `_agreed`: how many of them equal the tokens of `_text`.
         self._read: list[int] = []
@@ -200,6 +210,10 @@ class Draft:
         if guess.confidence is not None:
             for kind in (guess.kind, ALL_KINDS):
                 self._rates.learn(kind, right)
+
+    def fade(self) -> None:
+        """Forget a little of the acceptance rates: a draft that lost time is tried again later."""
+        self._rates.fade(FADING)
 
     def plan(self, text: list[int], seconds: float) -> tuple[int, float] | None:
         """Return (first token of `text` to read, estimated seconds), or None if over `seconds`.

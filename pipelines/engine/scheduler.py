@@ -263,7 +263,6 @@ class Scheduler:
         try:
             if speculator is None or speculator.request is not request:
                 speculator = self.speculator = speculation.Speculator(session, request, self.draft)
-                speculator.prompt_seconds = request.timing.first - request.timing.started
             before = request.timing.last
             for of_token in speculator.run(unread):
                 new += of_token

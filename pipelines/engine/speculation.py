@@ -22,19 +22,13 @@ from castiron.vmfb.run.states import Snapshot
 
 # Initial hit rates of the token proposed after a match of 2-3, 4-7, 8-15, 16-31 and 32 tokens.
 FOLLOWED = (0.25, 0.5, 0.75, 0.9, 0.95)
-# Max fraction of the time that wrong proposals may cost.
-MAX_LOSS = 0.02
-# Decode steps that the draft may cost in addition, so that it starts at the first token. Most
-# drafts regain them within a few tokens. A draft that lost time in earlier texts starts later.
-ADVANCE = 2
-# Fraction of the saved seconds that the draft may cost in addition. Seconds are saved by proposals
-# in this text, and by the draft in earlier texts.
-SPENT_GAINS = 0.25
-# A draft that saves no time is tried again after WAIT tokens, then after twice as many each time,
-# up to MAX_WAIT.
-WAIT, MAX_WAIT = 8, 256
+# Decode steps that the draft may take to read the text before it proposes.
+READING = 8
 # The estimated cost of a pass of the draft includes this fraction (1 / PASSES) of the time to read the text.
 PASSES = 8
+
+# Expected tokens per second, the source of the proposals, and their number.
+Option = tuple[float, str | None, int]
 
 
 def match_kind(length: int) -> int:
@@ -44,14 +38,10 @@ def match_kind(length: int) -> int:
 
 @dataclass
 class SourceStats:
-    """Counts of proposed tokens of a source, and of those that were right.
-
-    lost: seconds lost compared with decode steps; negative if time was saved.
-    """
+    """Counts of proposed tokens of a source, and of those that were right."""
 
     proposed: int = 0
     accepted: int = 0
-    lost: float = 0.0
 
 
 @dataclass
@@ -71,8 +61,8 @@ class Pass:
 class Speculator:
     """The speculative decoding of one request; a pass is a call of the model with proposals.
 
-    stats: by source, "ngram" or "draft". spent: seconds of all passes and steps. prompt_seconds:
-    seconds of the prompt's prefill, which the caller sets.
+    stats: by source, "ngram" or "draft". spent: seconds of all passes and steps. For each call, the
+    planner compares the expected tokens per second of a step, of n-grams and of the draft.
     """
 
     def __init__(
@@ -86,12 +76,9 @@ class Speculator:
         self.ngrams, self.match_rates = Ngrams([*map(int, request.prompt)]), HitRates(FOLLOWED, 0.98)
         self.costs = draft.costs if draft else CallCosts()
         self.stats = {"ngram": SourceStats()} | ({"draft": SourceStats()} if draft else {})
-        self.passes, self.spent, self.draft_seconds, self.prompt_seconds = 0, 0.0, 0.0, 0.0
-        # `_noted`: how many of the request's tokens are in `ngrams`. `_until`: tokens until the
-        # draft is tried again. `_wait`: tokens between that try and the next one.
-        self._noted = self._until = 0
-        self._wait, self._trying, self._start = WAIT, False, 0
-        self._saved = draft.saved if draft else 0.0
+        self.passes, self.spent, self.draft_seconds = 0, 0.0, 0.0
+        # How many of the request's tokens are in `ngrams`, and where the draft starts to read.
+        self._noted = self._start = 0
 
     @property
     def proposed(self) -> int:
@@ -155,7 +142,8 @@ class Speculator:
             self.match_rates.learn(match_kind(length), self.ngrams.propose(1)[0] == token)
         self.ngrams.add(token)
         self._noted += 1
-        self._until -= 1
+        if self.draft:
+            self.draft.fade()
 
     def _choose(self, found: Pass, at: int) -> tuple[int, Callable[[], np.ndarray], int]:
         """Choose the next token after `found.tokens[at]`."""
@@ -182,11 +170,6 @@ class Speculator:
             move_after(self.session, before, found.tokens[: found.taken])
             found.seconds += self.clock() - start
         self.spent += found.seconds
-        if found.source:
-            lost = found.seconds - found.taken * self.costs.of(1)
-            self.stats[found.source].lost += lost
-            if self.draft and found.source == "draft":
-                self.draft.saved -= lost
 
     def _step(self, token: int) -> Pass:
         start = self.clock()
@@ -217,51 +200,28 @@ class Speculator:
         left = self.request.limit - len(self.request.tokens)
         if not self.costs.known or widest == 1 or left == 1:
             return None, 0
-        rate, count = max((1 / self.costs.of(1), 0), self._plan_ngrams(widest, left), key=lambda option: option[0])
-        if self.draft and (wanted := self._plan_draft(widest, left, rate)):
-            return "draft", wanted
-        return "ngram" if count else None, count
+        options = [(1 / self.costs.of(1), None, 0), *self._ngram_options(widest, left), *self._draft_options(widest, left)]
+        _, source, count = max(options, key=lambda option: option[0])
+        return source, count
 
-    def _plan_ngrams(self, widest: int, left: int) -> tuple[float, int]:
-        """Return (expected tokens per second, best number of proposals) for n-gram proposals."""
-        length, stats = self.ngrams.length, self.stats["ngram"]
-        if not length or stats.lost > MAX_LOSS * self.spent:
-            return 0.0, 0
-        longest = min(left, 1 + self._allowed(widest))
+    def _ngram_options(self, widest: int, left: int) -> list[Option]:
+        """Return proposals of n-grams that calls of up to `widest` tokens can check."""
+        if not (length := self.ngrams.length) or (longest := min(left, 1 + self._allowed(widest))) < 2:
+            return []
         rates = [self.match_rates[match_kind(length + i)] for i in range(widest - 1)]
-        options = [(min(expected_tokens(rates[: width - 1]), longest) / self.costs.of(width), width - 1)
-                   for width in self.widths if width <= widest and longest > 1]  # fmt: skip
-        return max(options, default=(0.0, 0))
+        return [
+            (min(expected_tokens(rates[: width - 1]), longest) / self.costs.of(width), "ngram", width - 1)
+            for width in self.widths
+            if width <= widest
+        ]
 
-    def _plan_draft(self, widest: int, left: int, other: float) -> int:
-        """Return how many tokens the draft model should propose for the next model call."""
-        assert self.draft
-        credit, longest = self._credit(), min(widest, left) - 1
-        few = min(self.widths[0] - 1, longest)
-        # Seconds lost by a try without a right proposal.
-        min_loss = self._cost(few) - self.costs.of(1)
-        plan = self.draft.plan(self.ngrams.tokens, credit - min_loss) if credit > min_loss else None
+    def _draft_options(self, widest: int, left: int) -> list[Option]:
+        """Return numbers of proposals of the draft; several passes share the time to read the text."""
+        plan = self.draft.plan(self.ngrams.tokens, READING * self.costs.of(1)) if self.draft else None
         if plan is None:
-            return 0
+            return []
         self._start, reading = plan
-        affordable = [n for n in range(1, longest + 1) if self._cost(n) - self.costs.of(1) + reading <= credit]
-        rates = {count: self._rate([], count, reading / PASSES) for count in affordable}
-        best = max(rates, key=rates.__getitem__, default=0)
-        self._trying = not best or rates[best] <= other
-        if not self._trying:
-            self._wait = WAIT
-            return max(affordable)
-        if few in affordable and self._until <= 0 and other <= 1 / self.costs.of(1):
-            self._until, self._wait = self._wait, min(2 * self._wait, MAX_WAIT)
-            return few
-        return 0
-
-    def _credit(self) -> float:
-        ngrams = self.stats["ngram"].lost
-        gains = max(0.0, self._saved) + max(0.0, -ngrams)
-        lost = self.stats["draft"].lost + max(0.0, ngrams)
-        advance = ADVANCE * self.costs.of(1) if self._saved >= 0 else 0.0
-        return advance + MAX_LOSS * (self.spent + self.prompt_seconds) + SPENT_GAINS * gains - lost
+        return [(self._rate([], count, reading / PASSES), "draft", count) for count in range(1, min(widest, left))]
 
     def _cost(self, count: int) -> float:
         assert self.draft
@@ -276,17 +236,17 @@ class Speculator:
     def _draft_pass(self, token: int, longest: int) -> Pass:
         """Call the model to check up to `longest` proposals of the draft model."""
         assert self.draft
-        draft, start, trying = self.draft, self.clock(), self._trying
+        draft, start = self.draft, self.clock()
 
         def go_on(guesses: list[Guess]) -> bool:
             done = len(guesses)
-            more = range(done + 1, longest + 1)
-            return done < longest and (trying or max(self._rate(guesses, n) for n in more) > self._rate(guesses, done))
+            more = (self._rate(guesses, count) for count in range(done + 1, longest + 1))
+            return max(more, default=0.0) > self._rate(guesses, done)
 
         guesses = draft.propose(self.ngrams.tokens, self._start, self.request.chooser.lookahead(), go_on)
         self.draft_seconds += self.clock() - start
         step_rate = 1 / (self.costs.of(1) + len(guesses) * draft.step_seconds)
-        if guesses and (trying or self._rate(guesses, len(guesses)) > step_rate):
+        if guesses and self._rate(guesses, len(guesses)) > step_rate:
             found = self._check(token, [guess.token for guess in guesses], "draft")
         else:
             found = self._step(token)

@@ -53,12 +53,14 @@ def small(tmp_path_factory):
 def eager(monkeypatch):
     """Use the draft at every turn, as if it cost nothing."""
 
-    def always(speculator, widest, left, other):
-        speculator._trying = True
+    def always(speculator, widest, left):
+        if not speculator.draft:
+            return []
         speculator._start, _ = speculator.draft.plan(speculator.ngrams.tokens, 1e9)
-        return min(widest, left) - 1
+        return [(float("inf"), "draft", min(widest, left) - 1)]
 
-    monkeypatch.setattr(Speculator, "_plan_draft", always)
+    monkeypatch.setattr(Speculator, "_draft_options", always)
+    monkeypatch.setattr(Speculator, "_rate", lambda speculator, guesses, count, more_seconds=0.0: 1e9 + count)
 
 
 PROMPT = "Sing a song"
@@ -134,22 +136,32 @@ class CertainDraft(Draft):
         return Guess(session.parrot.text[index] + (index in session.wrong) if known else 0, 1.0)
 
 
-def ratio(right: float, costs: dict[int, float], step: float, read: float, prompt: int, context: int = 10**6, seed: int = 0):
+def ratio(
+    right: float,
+    costs: dict[int, float],
+    step: float,
+    read: float,
+    prompt: int,
+    context: int = 10**6,
+    seed: int = 0,
+    late: int = 0,
+):
     """Return the speed-up of 300 tokens by a draft with this share of `right` proposals.
 
-    100 tokens of the prompt cost as much as 4 steps.
+    100 tokens of the prompt cost as much as 4 steps. The first `late` proposals are wrong.
     """
     random = np.random.default_rng(seed)
     generated = random.integers(0, 5000, prompt + 400).tolist()
     parrot = Parrot(generated)
     parrot.COSTS = costs
     wrong = set(np.flatnonzero(random.random(len(generated)) >= right).tolist())
+    wrong |= set(range(prompt + late)) if late else set()
     proposing = CertainDraft(ParrotDraft(parrot, wrong, step, read, context), 10**6, parrot.clock)
     parrot.now = 0.0
     text = Request(generated[:prompt], 10**6, max_tokens=300, stop_tokens=())
     speculator = Speculator(parrot, text, draft=proposing, clock=parrot.clock)
     text.advance(parrot.prefill(generated[:prompt]), parrot.logits)
-    parrot.now = speculator.prompt_seconds = prompt * costs[1] * 0.04
+    parrot.now = prompt * costs[1] * 0.04
     plain = parrot.now + 299 * costs[1]
     while text.finish_reason is None:
         list(speculator.run(text.tokens[-1:]))
@@ -166,6 +178,8 @@ def test_a_draft_loses_up_to_three_per_cent_and_pays_where_it_is_right():
                     for context in (200, 10**6):
                         assert ratio(right, costs, step, step / 3, prompt, context) > 0.97
     assert ratio(1.0, cheap, 0.1, 0.03, 40) > 2.3 and ratio(0.8, cheap, 0.1, 0.03, 40) > 1.4
+    # Also where checks of proposals are dear, and where the draft is right only later in the text.
+    assert ratio(1.0, dear, 0.1, 0.03, 40) > 1.4 and ratio(1.0, cheap, 0.1, 0.03, 40, late=100) > 1.1
     # A draft whose context is shorter than the text reads the end of the text.
     assert ratio(1.0, cheap, 0.1, 0.03, 300, context=200) > 2.2
 
