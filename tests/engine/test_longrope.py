@@ -193,6 +193,16 @@ def test_a_fork_goes_on_for_itself(program, answer):
     fork = session.fork()
     assert session.step(5) == answer([*text(24, 12), 5], 1)[0] and session.is_long and not fork.is_long
     assert fork.step(9) == answer([*text(24, 12), 9], 1)[0]
+    of_long = session.fork()
+    of_long.rewind(20)
+    assert generate(of_long, [7], 4) == answer([*text(24, 12)[:20], 7], 4)
+
+
+def test_loaded_states_go_on_past_the_length(program, answer):
+    session, other = Session(program), Session(program)
+    session.prefill(text(22, 23))
+    other.take(session.rows(22), text(22, 23))
+    assert generate(other, [5], 8) == answer([*text(22, 23), 5], 8)
 
 
 def test_scores_of_a_prompt_are_those_of_one_pass(model):
@@ -208,6 +218,16 @@ def test_logits_of_a_text_are_those_of_one_pass(model, program, steps):
     for first in (0, 20):
         found = np.array([*bundle_logits(Session(program), steps)(text(41, 14), first)])
         assert np.abs(found - wanted[first:]).max() < TOLERANCE * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("count", [4, 2])
+def test_verified_tokens_may_cross_the_length(model, program, count):
+    """All their logits are then those of the longer text, as in one pass of HF."""
+    tokens, session = text(25, 22), Session(program)
+    wanted = hf.logits(model[0], tokens)[-count:]
+    session.prefill(tokens[:-count])
+    _ = session.verify(tokens[-count:]) if count == 4 else session.verify_fewer(tokens[-count:], 4)
+    assert np.abs(session.verified_logits() - wanted).max() < TOLERANCE * np.abs(wanted).max()
 
 
 def test_hidden_states_of_a_text_are_those_of_one_pass(model, program):
