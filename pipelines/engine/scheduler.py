@@ -119,7 +119,7 @@ class Scheduler:
     def _read_outgrown_again(self) -> None:
         """Read texts again that are now longer than the model's original context (LongRoPE)."""
         for slot, request in list(self.decoding.items()):
-            session, total = self.batch.slots[slot], len(request.unread(0))
+            session, total = self.batch.slots[slot], len(request.prompt) + len(request.tokens)
             if not session.is_valid_for(total):
                 session.rewind(0)
                 self.cache.scores[slot] = []
