@@ -16,7 +16,7 @@ from castiron.pipelines.evaluate.perplexity import bundle_logits
 from castiron.pipelines.evaluate.verify import expect
 from castiron.reference import hf, tiny
 from castiron.vmfb.bundle.bundle import open_bundle
-from castiron.vmfb.run.session import Session
+from castiron.vmfb.run.session import Batch, Session
 
 ORIGINAL, CONTEXT, ANSWER = 24, 64, 16
 FACTORS = {"short_factor": [1 + 0.2 * i for i in range(8)], "long_factor": [3.0 + 0.5 * i for i in range(8)]}
@@ -185,6 +185,17 @@ def test_a_session_returns_to_either_side_of_the_length(program, answer):
         assert generate(session, text(36, 11)[position:length]) == answer(text(36, 11)[:length]), length
         session.rewind(0)
         session.prefill(text(36, 11))
+
+
+def test_a_batch_without_an_engine_crosses_the_length(model, answer):
+    """Both slots are decoded in one call; one of them crosses the length."""
+    batch, prompts = Batch(model[1], 1), [text(ORIGINAL - 3, 6), text(5, 7)]
+    answers = [[slot.prefill(prompt)] for slot, prompt in zip(batch.slots, prompts, strict=True)]
+    for _ in range(ANSWER - 1):
+        found = batch.step({slot: tokens[-1] for slot, tokens in enumerate(answers)})
+        for slot, tokens in enumerate(answers):
+            tokens.append(found[slot])
+    assert answers == [answer(prompt) for prompt in prompts]
 
 
 def test_a_fork_goes_on_for_itself(program, answer):

@@ -99,7 +99,7 @@ def test_a_state_file_continues_on_the_other_device(sessions, tmp_path):
     head = read_head(path)
     assert isinstance(head, StateFile)
     for session in (cpu, Session(gpu.program)):
-        session.take(read_rows(head, session.rows(16)), 16, gpu.chunked_tokens)
+        session.take(read_rows(head, session.rows(16)), TOKENS[:16], gpu.chunked_tokens)
         session.step(TOKENS[16])
         gpu.rewind(16) if gpu.position > 16 and gpu.reachable(16) == 16 else None
         same(session.logits(), reference(cpu, TOKENS[:17]))
