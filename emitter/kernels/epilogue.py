@@ -42,14 +42,9 @@ ACTIVATIONS = {
 
 
 def combine(b: Body, glu: str | None, dots: Sequence[Sequence[Ssa]]) -> Sequence[Ssa]:
-    """Emit code that applies a GLU, if any, to dot products; return 16 results of a matmul.
+    """Return the results of a row block: act(gate) * up with a GLU, otherwise the dot products.
 
-    The results are f32 vectors: act(gate) * up with a GLU, otherwise the dot products
-    themselves.
-
-    glu: name of the activation, or None for no GLU.
-    dots: [dot products], or with a GLU [those of gate, those of up]. Each item has the dot products
-        with 16 rows of the weight, as f32 vectors.
+    dots: [dot products], or with a GLU [those of gate, those of up]; each of one row block.
     """
     if glu is None:
         return dots[0]
@@ -58,12 +53,7 @@ def combine(b: Body, glu: str | None, dots: Sequence[Sequence[Ssa]]) -> Sequence
 
 
 def with_operands(b: Body, y: Ssa, buffers: Mapping[str, Ssa], row: Index, column: Index) -> Ssa:
-    """Emit code that adds a matmul's bias and residual, if any, to its result y; return the sum.
-
-    y: the element (row, column) of the matmul's result, or a vector of elements from there on.
-    buffers: memrefs by name. If it has "bias" f32 [out] or "residual" f32 [tokens, out], they are
-        added.
-    """
+    """Return y plus bias and residual, if `buffers` has them; y begins at (row, column)."""
     for name, at in (("bias", (column,)), ("residual", (row, column))):
         if name in buffers:
             y = b.addf(y, b.vload(buffers[name], y.width, *at) if y.type.kind else b.load(buffers[name], *at))

@@ -256,11 +256,9 @@ def attention_decode(
 
 
 def head_parts(layout: HeadLayout, isa: Isa, cache: Cache) -> int:
-    """Return into how many kernel calls attention must be split, so that each fits on the stack.
+    """Return into how few kernel calls attention must be split so that each fits on the stack.
 
-    Each call computes an equal part of the query heads of every kv head, and has their queries and
-    partial results on the stack. The result is the smallest sufficient number. It is 1 if a norm is
-    computed over all heads, because such a norm cannot be split.
+    Each call has a part of the query heads of every kv head. A norm over all heads cannot be split.
     """
     if layout.qk_norm_row:  # a norm over complete rows needs all heads
         return 1
@@ -283,14 +281,11 @@ def _shape(layout: HeadLayout, isa: Isa, cache: Cache) -> Shape:
 
 
 class _Parts:
-    """The sums of the chunks of all query heads, in scratch memory.
+    """The sums of the chunks of all query heads, in scratch memory of three arrays:
 
-    The memory has three arrays, one after the other:
-        [T, heads, chunks, head_dim]: sums of weight * value
-        [T, heads, chunks]: maxima of the scores
-        [T, heads, chunks]: sums of weights
-
-    rows: number of rows of qkv. chunks: max number of chunks. hd: head_dim. width: elements of a vector.
+    [T, heads, chunks, head_dim]: sums of weight * value
+    [T, heads, chunks]: maxima of the scores
+    [T, heads, chunks]: sums of weights
     """
 
     def __init__(self, b: Body, token: Token, rows: int, heads: int, chunks: int, hd: int, width: int):

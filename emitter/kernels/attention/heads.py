@@ -71,11 +71,8 @@ class HeadLayout:
     def operands(self, context: int) -> dict[str, TensorType]:
         """Return the types of the operands for norms and rotary embedding, by name.
 
-        cos, sin: f32 [context, rotary_dim / 2], a row for each position; left out without rotary
-            embedding.
-        q_norm, k_norm, v_norm: weights of the norms; left out without a norm. A norm of each head
-            has the shape f32 [head_dim]. A norm over all heads has f32 [heads * head_dim] for q,
-            and f32 [kv_heads * head_dim] for k.
+        cos, sin: f32 [context, rotary_dim / 2]. q_norm, k_norm, v_norm: f32 [head_dim], or [all
+        heads * head_dim] for a norm over all heads. Those that are not used are left out.
         """
         types: dict[str, TensorType] = {}
         if self.rotary_dim is not None:
@@ -90,11 +87,7 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class Span:
-    """A range of elements in the last dimension of a memref, such as one head in a row of qkv.
-
-    lead: the indices in all dimensions of `buffer` but the last.
-    offset: the index in the last dimension where the range begins.
-    """
+    """A range of elements in the last dimension of a memref; lead: the other indices."""
 
     buffer: Ssa
     lead: Sequence[Index]
@@ -121,12 +114,8 @@ def prepare_head(
 ) -> None:
     """Emit code that normalises and rotates one query or key head, and multiplies it by `scale`.
 
-    lanes: the number of f32 elements of a vector register.
-    kind: "q" or "k".
-    head: index of the head among the query heads, or among the key heads.
-    source, target: where the code loads the head, and where it stores the result.
-    given: memrefs of the kernel's operands (`HeadLayout.operands`), by name.
-    position: position of the token, which selects a row of cos and of sin.
+    kind: "q" or "k". given: memrefs of the kernel's operands (`HeadLayout.operands`).
+    position: selects a row of cos and of sin.
     """
     hd = layout.head_dim
     inverse = None
@@ -168,13 +157,9 @@ def prepare_head(
 def prepared_heads(
     layout: HeadLayout, qkv: np.ndarray, positions: np.ndarray, given: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Normalise and rotate the heads of T tokens in NumPy; return (q, k, v).
+    """Normalise and rotate heads in NumPy; return (q, k, v), f64 [T, heads, head_dim].
 
-    q is f64 [T, heads, head_dim]; k and v are f64 [T, kv_heads, head_dim]. v is not rotated.
-
-    qkv: [T, layout.row], rows of the fused qkv projection.
-    positions: [T], the positions of the tokens.
-    given: the kernel's operands (`HeadLayout.operands`), by name.
+    qkv: [T, layout.row]. positions: [T].
     """
     T, hd = len(qkv), layout.head_dim
     q, k, v = np.split(qkv.astype(np.float64), [layout.keys, layout.keys + layout.kv_heads * hd], axis=-1)

@@ -153,13 +153,7 @@ def attention_prefill(caches: Caches, T: int, layout: HeadLayout, scores: Scores
 class _Shape:
     """The tile sizes of `attention_prefill`, such that a tile fits in registers and on the stack.
 
-    A tile is computed for `self.columns` (token, query head) pairs, in `vectors` vectors of `width`
-    lanes. In registers at a time are:
-    - the scores of `rows` keys, for all pairs of the tile
-    - a part of the result: `out_vectors` vectors of `out_width` elements of head_dim, for each of
-      `out_columns` pairs
-
-    The argument columns is the number of all pairs that use one kv head. hd: head_dim.
+    columns: number of all (token, query head) pairs of a kv head; `self.columns`: of a tile.
     """
 
     def __init__(self, columns: int, hd: int, isa: Isa, cache: Cache):
@@ -196,18 +190,11 @@ class _Shape:
 
 
 class _Tile:
-    """A code generator for one tile: attention of some (token, query head) pairs.
+    """Emits the code of a tile: attention of (token, query head) pairs of one kv head.
 
-    The tile has `shape.columns` pairs, each in a column of its own. All its query heads use the
-    same kv head. For each column, the code stores on the stack:
-    - in `maxima` and `sums`, the maximum and the sum of the online softmax of a chunk; in `top` and
-      `top_sums`, those of the chunks before
-    - in `limits`, the position of the token, or of the last real token if the token is padding
-    - in `tokens` and `offsets`, the row of `out` that has the result of the column, and the index
-      in this row where the result begins
-
-    group: number of query heads that use one kv head. keys, values: access to the caches.
-    out, merged: memrefs of the kernel's results.
+    On the stack, by column: maxima and sums of the softmax of a chunk; top and top_sums, of the
+    chunks before; limits, the position of the token (of the last real one for padding); tokens and
+    offsets, the row and first element of its result in `out`.
     """
 
     def __init__(

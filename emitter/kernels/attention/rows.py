@@ -54,14 +54,8 @@ class Caches:
 
 @dataclass(frozen=True)
 class Rows:
-    """Emits code that reads and appends rows of one KV cache.
+    """Emits code that reads and appends rows of one KV cache; width: elements of the f32 vectors.
 
-    A row is the key or the value of one kv head at one position.
-
-    buffer: memref of the cache.
-    width: number of elements of the f32 vectors that are read and stored.
-
-    Common argument of the methods:
     at: the (layer, position, kv head) of a row.
     """
 

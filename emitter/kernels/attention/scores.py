@@ -83,12 +83,8 @@ def attend(
 ) -> np.ndarray:
     """Compute attention in NumPy; return f64 [T, heads, head_dim].
 
-    q: [T, heads, head_dim], already rotated.
-    k, v: keys and values by position, [positions, kv_heads, head_dim].
-    positions: the positions of the T tokens, in ascending order. In bidirectional attention, no
-        token attends to a position after the last one.
-    how: scale, mask and soft cap.
-    sinks: attention sinks [heads], or None.
+    q: [T, heads, head_dim], rotated. k, v: by position, [positions, kv_heads, head_dim].
+    positions: those of the T tokens, ascending. sinks: [heads], or None.
     """
     nothing = np.full(q.shape[1], -np.inf) if sinks is None else sinks.astype(np.float64)
     group = q.shape[1] // k.shape[1]

@@ -32,10 +32,7 @@ from castiron.emitter.layers.kv_cache import Cache
 
 
 class Shape:
-    """How many positions, heads and vectors a workgroup computes at a time, and its stack size.
-
-    per: max number of kv heads that the workgroup computes.
-    """
+    """How much a workgroup computes at a time, and its stack; per: max number of its kv heads."""
 
     def __init__(self, layout: HeadLayout, isa: Isa, per: int, cache: Cache):
         hd = layout.head_dim
@@ -59,13 +56,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Token:
-    """The token that a workgroup computes attention for.
-
-    given: memrefs of the kernel's operands, by name.
-    row: row of the token in the operand qkv and in the result.
-    position: position of the token in its sequence.
-    layer: index in dimension 0 of the KV caches.
-    """
+    """The token of a workgroup; row: in qkv; layer: index in dimension 0 of the caches."""
 
     given: Mapping[str, Ssa]
     row: Index
@@ -76,11 +67,8 @@ class Token:
 class Workgroup:
     """Emits the code of a workgroup, which computes attention of one token for some kv heads.
 
-    Common arguments of the methods:
-    g: index of a query head among all query heads of this workgroup.
-    head: index of a kv head.
-    heads: some of the query heads that use kv head `head`, as a range of indices 0 .. n - 1, where
-        n is the number of query heads that use one kv head.
+    g: index of a query head in this workgroup. head: index of a kv head.
+    heads: some of the query heads that use kv head `head`, as indices 0 .. group - 1.
     """
 
     def __init__(self, b: Body, layout: HeadLayout, isa: Isa, shape: Shape, how: Scores, caches: Caches):

@@ -73,12 +73,7 @@ class ExpertGemvs:
 class Grouped(Gemm):
     """A writer of the body of an MoE matmul kernel that groups (token, expert) pairs by expert.
 
-    The kernel multiplies up to `tiles.tokens` pairs of one expert at a time. The weights of all
-    experts are concatenated, and packed in blocks of 16 rows.
-
-    Arguments of the methods:
-    block: index of the first 16-row block to multiply in the concatenated weights.
-    first_block: index of the same 16-row block in the weight of its expert.
+    block: first row block, in the weights of all experts; first_block: the same in the expert's own.
     count: number of pairs that are multiplied.
     """
 

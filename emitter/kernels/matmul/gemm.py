@@ -30,13 +30,7 @@ from castiron.emitter.kernels.weights.panel import Panel
 
 
 class Gemm:
-    """A writer of the body of a matmul kernel for many tokens.
-
-    The kernel decodes a part of the weight into a panel, a buffer on the stack, and multiplies many
-    tokens by it.
-
-    panel_type: class of the panel, from `weights.panel`.
-    """
+    """A writer of the body of a matmul kernel for many tokens; panel_type: from `weights.panel`."""
 
     panel_type: type[Any] = Panel
 

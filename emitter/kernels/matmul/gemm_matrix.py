@@ -64,16 +64,8 @@ from castiron.emitter.kernels.weights.panel import (
 class GemmMatrix(Gemm):
     """Emits the body of a matmul kernel for a matrix unit, with x and weights in bf16.
 
-    The code decodes a part of the weight to a stack buffer, the panel. Then it multiplies `high`
-    tiles of x (of `rows` tokens each) by `wide` blocks of 16 rows of the weight at a time. This
-    gives high * wide accumulators f32 [rows, 16] in the matrix unit. `self.sums`, on the stack, has
-    the sums of all tokens for which the code uses the panel.
-
-    Arguments of the methods:
-    parts: the high * wide accumulators.
-    tile: index in x of the first of the `high` tiles.
-    at: index of the same tile in `self.sums`.
-    block: index in the panel of the first of the `wide` 16-row blocks.
+    parts: the high * wide accumulators f32 [rows, 16]. tile: the first of `high` tiles in x.
+    at: the same in `self.sums`. block: the first of `wide` row blocks in the panel.
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: GemmMatrixTiles, buffers: Buffers):

@@ -44,19 +44,8 @@ BATCH = 32  # sets of row blocks whose totals stay on the stack if x is prepared
 class Gemv:
     """Emits the code of a GEMV, which multiplies a packed weight by one row of x.
 
-    x_row: index of the row of x.
-    y_row: index of the row of y that gets the result.
-    base: index of the first row block of the weight; for MoE, of the expert's weight.
-
-    A row block is 16 rows of the weight. It is a sequence of records, and a record has one codec
-    block (such as 32 or 256 elements) of each of the 16 rows. The code computes a few row blocks
-    together.
-
-    Arguments and results of the methods:
-    row_blocks: indices of the row blocks that are computed together.
-    record: index of a record in its row block.
-    totals, results: one vector for each (i, v) in `self.sides`. Its lanes are the results of rows
-        v * lanes .. (v + 1) * lanes - 1 of row block row_blocks[i].
+    x_row, y_row: rows of x and of y. base: the first row block, of the expert's weight for MoE.
+    totals, results: for each (i, v) in `self.sides`, vector v of row block row_blocks[i].
     """
 
     def __init__(

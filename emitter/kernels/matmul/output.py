@@ -30,19 +30,12 @@ def each_block(b: Body, out_features: int, block: Index, store: Callable[[int], 
 
 
 class Epilogue:
-    """Emits the code that computes y from the dot products of a matmul, and stores it.
+    """Emits the code that applies GLU, bias and residual to dot products, and stores y.
 
-    The code applies the GLU, and adds the bias and the residual, where the matmul has them.
+    sums: stack buffer f32 [tokens, columns] with the dot products. row_of(token): the row of y.
 
-    sums: stack buffer f32 [tokens, columns] with the dot products.
-    row_of(token): function that returns the index of the row of y for a token.
-
-    Arguments of the methods:
-    first, end, last: tokens first .. end - 1 get results. Tokens end .. last - 1 are padding, and
-        get zeros if the matmul has an operand `length`.
-    column: index of the first of 16 columns of y.
-    ragged: number of these columns that exist, if y has fewer than 16 from `column` on; otherwise
-        0.
+    Tokens first .. end - 1 get results; tokens end .. last - 1, which are padding, get zeros if the
+    matmul has an operand `length`. ragged: number of columns if fewer than 16, otherwise 0.
     """
 
     def __init__(

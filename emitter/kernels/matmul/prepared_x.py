@@ -30,11 +30,7 @@ class _NormedX:
 
 
 class QuantisedX(_NormedX):
-    """Stack buffers with one row of x, quantised as by the kernel `quantise_x`.
-
-    made: the buffers by name, with the types of `quantised_types` for `capacity` elements.
-    without: names of buffers that are not needed.
-    """
+    """Stack buffers with one row of x, as `quantise_x` makes them, but those named in `without`."""
 
     def __init__(
         self,
@@ -69,10 +65,7 @@ class QuantisedX(_NormedX):
 class PreparedX(_NormedX):
     """A stack buffer with one row of f32 x, normalised.
 
-    If the row does not fit on the stack, each call of `fill` prepares a part of it. `at` counts
-    elements from the start of this part.
-
-    capacity: max number of elements that one call of `fill` prepares.
+    capacity: max number of elements of a call of `fill`; `at` counts from the first of them.
     """
 
     def __init__(

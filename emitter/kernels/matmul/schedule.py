@@ -104,14 +104,8 @@ class Tiles(ABC):
 class GemvTiles(Tiles):
     """The tile sizes of `Gemv`, the matmul kernel for one token.
 
-    The kernel reads the packed weight in records. A record has one codec block (such as 32
-    elements) of each of 16 rows of the weight. For a float codec, it has one element of each row
-    (bf16: two).
-
-    together: number of 16-row blocks that are computed together, so that they share loads of x and
-        the core reads several addresses at a time; with a GLU, 1 or an even number.
-    ahead: prefetch distance, in records.
-    unroll: number of records in a loop iteration; for float codecs only.
+    together: row blocks that share loads of x; with a GLU, 1 or an even number. ahead: prefetch
+    distance, in records. unroll: records in a loop iteration; for float codecs only.
     """
 
     together: int = 2
@@ -152,11 +146,8 @@ def _together(blocks: int, workgroups: int, choices: Sequence[int]) -> int:
 class SmallBatchTiles(Tiles):
     """The tile sizes of `SmallBatch`, the matmul kernel for a few tokens.
 
-    rows: number of tokens whose sums are in registers at the same time.
-    vectors: number of vectors of sums in registers for each of these tokens. A lane of a vector is
-        one row of the weight.
-    unroll: number of loop steps that are unrolled, for a float codec. A step multiplies one element
-        of each row of the weight (bf16: two).
+    rows: tokens, and vectors: vectors of outputs of each, whose sums are in registers.
+    unroll: records in a loop iteration; for float codecs only.
     """
 
     rows: int
@@ -190,8 +181,7 @@ class SmallBatchTiles(Tiles):
 class SmallBatchIntegerTiles(Tiles):
     """The tile sizes of `SmallBatchInteger`.
 
-    rows: number of tokens whose sums are in registers at the same time.
-    row_blocks: number of 16-row blocks of the weight that are read at the same time.
+    rows: tokens whose sums are in registers. row_blocks: row blocks that are read at the same time.
     """
 
     rows: int
@@ -210,14 +200,11 @@ class SmallBatchIntegerTiles(Tiles):
 
 @dataclass(frozen=True)
 class PanelTiles(Tiles):
-    """The tile sizes of kernels that decode weights into a panel, a buffer on the stack.
+    """The tile sizes of kernels that decode weights into a panel.
 
-    rows: number of tokens whose sums are in registers at the same time.
-    wide: number of 16-row blocks of the weight whose sums are in registers at the same time.
-    row_blocks: number of 16-row blocks of the weight in a panel.
-    depth: number of elements of each row of the weight in a panel.
+    rows: tokens, and wide: row blocks, whose sums are in registers at the same time.
+    row_blocks, depth: row blocks, and elements of each row, in a panel.
     tokens: number of tokens that are multiplied by one panel.
-    max_stack: max bytes of stack buffers.
     """
 
     rows: int
@@ -298,21 +285,12 @@ class GemmIntegerTiles(PanelTiles):
 
 
 def row_bytes(depth: int, group: int) -> int:
-    """Return how many bytes one row of W takes in a panel, a buffer for decoded weights.
-
-    A row has an int8 code for each element, and an f32 scale and an f32 base for each group.
-
-    depth: number of elements of the row that are in the panel.
-    group: number of elements that share a scale and a base.
-    """
+    """Return the bytes of a row of W in a panel: codes, and an f32 scale and base per group."""
     return depth + depth // group * 8
 
 
 def int8_depth(matmul: Matmul, budget: int) -> int:
-    """Return the default depth of a panel: how many int8 codes of each row of W it has.
-
-    budget: max bytes of the panel for each row of W.
-    """
+    """Return the default depth of a panel; budget: its max bytes for each row of W."""
     unit = matmul.format.unit(matmul.digits)
     fitting = budget * unit // row_bytes(unit, matmul.format.group)
     return even_share(matmul.in_features // unit, min(INTEGER_DEPTH, fitting) // unit) * unit
@@ -345,14 +323,9 @@ class GemmBf16Tiles(PanelTiles):
 
 @dataclass(frozen=True)
 class GemmMatrixTiles(PanelTiles):
-    """The tile sizes of `GemmMatrix`: how it divides a matmul among the registers of a matrix unit.
-
-    The matrix unit has high * wide accumulators at a time. Each has the results f32 [rows, 16] for
-    `rows` tokens and 16 rows of the weight.
+    """The tile sizes of `GemmMatrix`; it has high * wide accumulators f32 [rows, 16] at a time.
 
     high: number of blocks of `rows` tokens that are multiplied at a time.
-    max_stack: max bytes of stack buffers.
-    For the other sizes, see `PanelTiles`.
     """
 
     high: int
@@ -409,10 +382,7 @@ def _matrix_row_blocks(matmul: Matmul, wide: int, limit: int, threads: int) -> i
 
 
 def has_small_panel(codec: Codec) -> bool:
-    """Return whether panels of `bf16_split` have one bf16 for each element, a code.
-
-    Then a panel of 32 elements is so small that the kernel is fast for few tokens too.
-    """
+    """Return whether panels of `bf16_split` have one bf16 for each element."""
     has_one = not Bf16BlockPanel.fits(codec) or layout(codec).scales is None
     return codec.quantised and codec.has_integers and has_one
 
@@ -441,16 +411,11 @@ def _matrix_step_bytes(matmul: Matmul, row_blocks: int) -> int:
 
 @dataclass(frozen=True)
 class _PairTiles(PanelTiles):
-    """Tile sizes of MoE matmuls that multiply blocks of (token, expert) pairs of one expert.
+    """Tile sizes of MoE matmuls of blocks of up to `tokens` (token, expert) pairs of one expert.
 
-    A block has up to `tokens` pairs. The kernel multiplies it in tiles of a few pairs, whose sums
-    are in registers.
-
-    direct: max number of pairs of a small block. The kernel decodes weights for a small block in
-        registers, and for a larger block into a panel, a buffer on the stack.
-    few: number of pairs in a tile of a small block. It must divide `direct`.
-    rest: number of pairs in a tile at the end of a large block, where fewer pairs are left than the
-        `rows` of its other tiles. It must divide `rows`.
+    direct: max number of pairs of a small block, for which weights are decoded in registers.
+    few: pairs in a tile of a small block; divides `direct`.
+    rest: pairs in a tile at the end of a large block; divides `rows`.
     """
 
     rest: int = 1
@@ -506,13 +471,9 @@ def _pairs_of_block(matmul: Matmul, rows: int, limit: int) -> int:
 
 
 def panel_columns(matmul: Matmul, can_pair: bool) -> tuple[int, int]:
-    """Return the default (`wide`, `row_blocks`) of `PanelTiles` for a matmul.
+    """Return the default (`wide`, `row_blocks`) of `PanelTiles`.
 
-    Both are numbers of 16-row blocks of the weight: those whose sums are in registers at a time, and
-    those in a panel.
-
-    can_pair: whether the CPU has enough vector registers for the sums of two 16-row blocks of the
-        weight at a time (`wide` 2).
+    can_pair: whether the registers have space for the sums of two row blocks.
     """
     shared = matmul.blocks_per_result
     wide = 2 if can_pair and (shared == 2 or matmul.weight_shape[0] % 2 == 0) else 1
@@ -520,21 +481,13 @@ def panel_columns(matmul: Matmul, can_pair: bool) -> tuple[int, int]:
 
 
 def even_tokens(tokens: int, limit: int, unit: int) -> int:
-    """Divide `tokens` tokens into as few equal blocks as possible; return the tokens of a block.
-
-    limit: max number of tokens in a block, before rounding.
-    unit: the result is rounded up to a multiple of this number.
-    """
+    """Return the tokens of a block, for few equal blocks up to `limit`, in multiples of `unit`."""
     blocks = -(-tokens // limit)
     return -(-tokens // (blocks * unit)) * unit
 
 
 def even_share(total: int, limit: int) -> int:
-    """Return the largest divisor of `total` up to `limit`: for total 96 and limit 40, it is 32.
-
-    If this divisor is less than half of `limit`, return `limit`, even though it does not divide
-    `total`. If `limit` exceeds `total`, return `total`.
-    """
+    """Return the largest divisor of `total` up to `limit`, or `limit` if it is below half of that."""
     limit = min(limit, total)
     share = next(n for n in range(limit, 0, -1) if total % n == 0)
     return share if 2 * share >= limit else limit

@@ -56,10 +56,7 @@ def _choice(matmul: Matmul) -> tuple[str, type[Tiles], type[Any]]:
 
 
 def numerics_of(matmul: Matmul, isa: Isa, numerics: str = "exact") -> str:
-    """Return how a matmul multiplies x, one of `matmul_spec.NUMERICS`.
-
-    numerics: the value of `--numerics`.
-    """
+    """Return one of `matmul_spec.NUMERICS`, how x is multiplied; numerics: of `--numerics`."""
     codec = matmul.format
     # Without VNNI, int8 dot products take several instructions, and more of them for codes of 8 bits.
     has_wide_codes, is_madd = codec.integers[1] - codec.integers[0] > 127, isa.dot == "madd"

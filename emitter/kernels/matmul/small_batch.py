@@ -29,12 +29,8 @@ from castiron.emitter.kernels.weights.records import Records
 class SmallBatch:
     """Emits the body of a matmul kernel for a few tokens.
 
-    The code computes one tile of results after another. A tile has a few tokens and, for each, a
-    few vectors of outputs. A lane of such a vector is one row of the weight. The sums of all tokens
-    are in `self.sums` [T, columns].
-
-    sides: argument of the methods, the vectors of a tile, each as (block, v, column). It is vector
-        `v` of the 16-row block with index `block`, and its sums begin at `column` of `self.sums`.
+    sides: the vectors of a tile, each as (block, v, column): vector v of row block `block`, whose
+    sums begin at `column` of `self.sums` [T, columns].
     """
 
     def __init__(self, b: Body, matmul: Matmul, isa: Isa, tiles: SmallBatchTiles, buffers: Buffers):

@@ -44,19 +44,13 @@ def halves(b: Body, words: Ssa) -> tuple[Ssa, Ssa]:
 
 
 def cut(b: Body, low: Ssa, high: Ssa) -> Ssa:
-    """Truncate two f32 vectors to bf16, and pack them into one i32 vector.
-
-    The bf16 of `low` are in the low halves of the i32, those of `high` in the high halves.
-    """
+    """Truncate two f32 vectors to bf16; pack them into the low and high halves of i32."""
     low, high = (b.bitcast(each, each.width, "i32") for each in (low, high))
     return b.binary("ori", b.binary("shrui", low, b.isplat(16, low.width)), _high(b, high))
 
 
 def nearest(b: Body, low: Ssa, high: Ssa) -> Ssa:
-    """Round two f32 vectors to bf16, ties away from zero, and pack them into one i32 vector.
-
-    The bf16 of `low` are in the low halves of the i32, those of `high` in the high halves.
-    """
+    """Round two f32 vectors to bf16, ties away from zero; pack them as `cut` does."""
     return cut(b, *(_up(b, each) for each in (low, high)))
 
 

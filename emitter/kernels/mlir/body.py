@@ -86,9 +86,7 @@ def batches(values: Sequence[Value], size: int) -> list[Sequence[Value]]:
 class Loop:
     """An `scf.for` that `Body.loop` emits: with body.loop(0, n) as loop: ...
 
-    index: the loop index, for use inside the `with` block.
-    values: the loop-carried values at the start of an iteration, for use inside the `with` block.
-    results: the final loop-carried values, for use after the block.
+    index, values: the index and the carried values of an iteration. results: the final values.
     """
 
     def __init__(self, index: Ssa, values: list[Ssa]):

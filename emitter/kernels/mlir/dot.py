@@ -50,18 +50,10 @@ class Accumulators:
 class Dot:
     """A writer of code for int8 dot products of rows of a quantised weight and rows of x.
 
-    A quad is an i32 with four int8: four codes of a row of the weight, or four elements of a row of
-    x. In a vector of quads of the weight, each lane has a quad of another row. Callers use the
-    methods in this order:
+    A quad is an i32 with four int8 of one row. Callers use, in this order: `start`; `arranged`,
+    `code`, `x` and `add` for each quad; `words`.
 
-    - `start`: create accumulators
-    - `arranged`, then `code`: convert codes to operands of the CPU's dot product instruction
-    - `x`: load elements of x as operands of this instruction
-    - `add`: add products to the accumulators; repeat from `arranged` for the next elements
-    - `words`: return the sums
-
-    rows: number of rows of x that one call of `add` multiplies.
-    quads: number of quads that one call of `add` multiplies in each row of the weight and of x.
+    rows, quads: rows of x, and quads of each row, that one call of `add` multiplies.
     codes: the smallest and the largest code of the weight.
     """
 

@@ -29,10 +29,7 @@ class Isa:
 
     @property
     def roomy(self) -> bool:
-        """Return whether the vector registers have space for large tiles of accumulators.
-
-        They must hold 512 f32: 24 accumulators of 16 f32, and the operands.
-        """
+        """Return whether the registers hold 24 accumulators of 16 f32, and the operands."""
         return self.lanes * self.registers >= 512
 
     @property

@@ -33,15 +33,7 @@ def units(codec_name: str) -> int:
 
 
 class Decoded:
-    """A writer of code that decodes a few elements of 16 rows of a packed weight to f32.
-
-    These elements of a row are called a unit. In a quantised format, they are the consecutive
-    elements that share a scale. Otherwise a unit is one element, or two for bf16. The code that
-    decodes a scale is emitted only once.
-
-    block: index of the block of 16 rows in the weight.
-    unit: index of the unit in each row.
-    """
+    """A writer of code that decodes one unit of the rows of a row block to f32, scales once."""
 
     def __init__(self, records: Records, block: Index, unit: Index):
         self.records, self.block = records, block
@@ -83,13 +75,10 @@ def decoded(records: Records, block: Index, unit: Index) -> list[list[Ssa]]:
 
 
 class BasePanel:
-    """A base class of panels: buffers on the stack with a decoded part of a weight [out, in].
+    """A base class of panels; see the module.
 
-    A panel is [depth, 16 * row_blocks]: `depth` elements of in_features, for the rows of
-    `row_blocks` blocks of 16 rows of the weight.
-
-    A subclass has a method `fill(first_block, k, depth)`. It emits code that decodes elements k ..
-    k + depth - 1 of these rows into the panel. first_block: index of the first block of 16 rows.
+    A subclass has `fill(first_block, k, depth)`, which emits code that decodes elements k .. k +
+    depth - 1 of `row_blocks` row blocks into buffers of the stack.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, depth: int, row_blocks: int):
