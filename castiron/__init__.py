@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from castiron.pipelines.model import load as load
     from castiron.pipelines.server.app import open_app as open_app
     from castiron.pipelines.text.conversation import Chat as Chat
-    from castiron.pipelines.text.generation import Result as Result
-    from castiron.pipelines.text.generation import Scored as Scored
-    from castiron.pipelines.text.generation import open_draft as open_draft
+    from castiron.pipelines.text.generate import Result as Result
+    from castiron.pipelines.text.generate import Scored as Scored
+    from castiron.pipelines.text.generate import open_draft as open_draft
     from castiron.pipelines.text.reasoning import Reasoning as Reasoning
     from castiron.pipelines.text.text_output import Delta as Delta
     from castiron.pipelines.text.text_output import Stream as Stream
@@ -64,7 +64,7 @@ _NAMES = {
     "pipelines.model": "Model compile load",
     "pipelines.server.app": "open_app",
     "pipelines.text.conversation": "Chat",
-    "pipelines.text.generation": "Result Scored open_draft",
+    "pipelines.text.generate": "Result Scored open_draft",
     "pipelines.text.reasoning": "Reasoning",
     "pipelines.text.text_output": "Delta Stream text_request",
     "pipelines.text.tokenizer": "Detokeniser Tokenizer load_tokenizer",

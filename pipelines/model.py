@@ -21,7 +21,7 @@ from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError, check_names, did_you_mean
 from castiron.pipelines.evaluate.perplexity import own_accuracy
 from castiron.pipelines.text.embedder import RERANKERS, Embedder, cut_to
-from castiron.pipelines.text.generation import (
+from castiron.pipelines.text.generate import (
     Prompt,
     Result,
     Scored,

@@ -206,7 +206,7 @@ def test_the_kubernetes_manifest_is_consistent_and_has_enough_memory():
     # The pod still gets requests until the endpoints are updated; running ones may end.
     (command, seconds) = container["lifecycle"]["preStop"]["exec"]["command"]
     assert command == "sleep" and int(seconds) > 0
-    assert spec["terminationGracePeriodSeconds"] > int(seconds) + arguments.grace
+    assert spec["terminationGracePeriodSeconds"] > int(seconds) + arguments.shutdown_timeout
     # The process writes only into its cache, which is in /tmp in the image.
     assert container["securityContext"]["readOnlyRootFilesystem"] and spec["securityContext"]["runAsNonRoot"]
     assert [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == "/tmp"] == [

@@ -67,7 +67,7 @@ def test_the_unit_starts_a_server_that_its_stop_ends(packed, tmp_path):
     (key_line,) = re.findall(rf"`{entries['EnvironmentFile']}` holds `(\w+)=\.\.\.`", PAGE)
     environment = {"PATH": os.environ["PATH"], name: str(tmp_path / "cache"), key_line: "secret"}
     command = shlex.split(entries["ExecStart"])
-    assert float(entries["TimeoutStopSec"]) > command_parser("serve").parse_args(command[2:]).grace
+    assert float(entries["TimeoutStopSec"]) > command_parser("serve").parse_args(command[2:]).shutdown_timeout
     with serving.running(on_a_free_port(command), tmp_path / "log", environment) as server:
         assert ask(server.url, "/health")[0] == 200
         assert ask(server.url, "/v1/models")[0] == 401 and ask(server.url, "/v1/models", key="secret")[0] == 200

@@ -220,6 +220,6 @@ def test_a_paused_sequence_continues_with_the_same_bits(compiled, position):
     for again in (other, session):
         again.rewind(0)
         again.prefill(TOKENS[20:45])
-        paused.resume(again)
+        again.take(paused.rows, TOKENS[:position], paused.chunked_tokens, paused.is_long)
         assert again.position == position
         assert [(again.step(token), again.logits().tobytes()) for token in TOKENS[position:]] == wanted

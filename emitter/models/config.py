@@ -284,14 +284,16 @@ class ConfigReader:
         rest = sorted(set(self.config) - self._taken - IGNORABLE)
         if unknown := [shorten(key, 60) for key in rest if self._has_effect(key)]:
             more = f" and {len(unknown) - _MAX_KEYS_IN_ERROR} more" * (len(unknown) > _MAX_KEYS_IN_ERROR)
-            problem, remedy = (
-                f"unknown keys in the {self.model_type} config",
-                "ignore each with --ignore-key KEY, then run castiron verify",
-            )
+            keys = f"{', '.join(unknown[:_MAX_KEYS_IN_ERROR])}{more}"
             if self.model_type not in HF_KEYS:
-                problem = f"hf_keys.json does not list the keys of {self.model_type}, so these"
-                remedy = "run python -m castiron.reference.config_keys"
-            raise EmitError(f"{problem} may change the results: {', '.join(unknown[:_MAX_KEYS_IN_ERROR])}{more}; {remedy}")
+                raise EmitError(
+                    f"hf_keys.json does not list the keys of {self.model_type}, so these may change the results: {keys}; "
+                    "run python -m castiron.reference.config_keys"
+                )
+            raise EmitError(
+                f"unknown keys in the {self.model_type} config may change the results: {keys}; "
+                "ignore each with --ignore-key KEY, then run castiron verify"
+            )
         return tuple(rest)
 
     def _has_effect(self, key: str) -> bool:

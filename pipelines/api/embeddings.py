@@ -20,7 +20,7 @@ from castiron.pipelines.api.api_errors import ApiError, QueueFull, Stopping, inv
 from castiron.pipelines.api.async_engine import QUEUES
 from castiron.pipelines.api.byte_limit import CLIENT
 from castiron.pipelines.api.model_api import Limits, ModelApi, run_in_thread
-from castiron.pipelines.api.records import EmbeddingsRequest, RerankRequest, ScoreRequest
+from castiron.pipelines.api.request_fields import EmbeddingsRequest, RerankRequest, ScoreRequest
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import counted
 from castiron.pipelines.text.embedder import Embedder, Given, Tokens, ranked

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from castiron.pipelines.api.api_errors import ApiError, invalid, unsupported
 from castiron.pipelines.api.generation import Message
-from castiron.pipelines.api.records import EmbeddingsRequest, RerankRequest, ScoreRequest
+from castiron.pipelines.api.request_fields import EmbeddingsRequest, RerankRequest, ScoreRequest
 from castiron.pipelines.engine.sampling import Sampling, model_sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.chat_template import variables_of

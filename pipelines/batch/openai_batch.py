@@ -24,8 +24,8 @@ from castiron.pipelines.api.openai.chat import start_chat, start_completion
 from castiron.pipelines.api.openai.records import ChatRequest, CompletionRequest
 from castiron.pipelines.api.openai.responses import start_response
 from castiron.pipelines.api.openai.responses_records import ResponsesRequest
-from castiron.pipelines.api.records import EmbeddingsRequest, GenerationFields, RerankRequest
 from castiron.pipelines.api.request_body import Body, parse_body
+from castiron.pipelines.api.request_fields import EmbeddingsRequest, GenerationFields, RerankRequest
 from castiron.pipelines.batch.records import Outcome, Record, Work
 from castiron.pipelines.engine.engine import EventStream
 from castiron.pipelines.engine.request import Request

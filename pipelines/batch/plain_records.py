@@ -11,7 +11,7 @@ from castiron.pipelines.engine.request import Event, Failed, Request
 from castiron.pipelines.engine.sampling import Sampling
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.embedder import Embedder
-from castiron.pipelines.text.generation import encode_question, is_messages
+from castiron.pipelines.text.generate import encode_question, is_messages
 from castiron.pipelines.text.text_output import Delta, text_request
 from castiron.pipelines.text.tokenizer import Tokenizer
 from castiron.vmfb.bundle.manifest import Manifest

@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
 def tokens_of(args: argparse.Namespace, checkpoint) -> list[int]:
     """Return the token ids of --tokens or --prompt; PipelineError if these are invalid or few."""
     from castiron.emitter.models import read_config
-    from castiron.pipelines.text.generation import check_token_ids
+    from castiron.pipelines.text.generate import check_token_ids
 
     if args.tokens:
         check_token_ids(tokens := args.tokens, read_config(checkpoint.config).vocab)

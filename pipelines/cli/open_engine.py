@@ -55,7 +55,7 @@ def open_engine(args: argparse.Namespace) -> "tuple[Bundle, Engine]":
     bundle, draft = require_generation(open_model(args.bundle, args, one_sequence)), None
     store = prefix_store(args, bundle.manifest)
     if args.draft_model is not None:
-        from castiron.pipelines.text.generation import open_draft
+        from castiron.pipelines.text.generate import open_draft
 
         draft = open_draft(open_model(args.draft_model, args, draft=True), bundle, args.threads)
     manifests = [bundle.manifest, *([draft.session.manifest] if draft else [])]

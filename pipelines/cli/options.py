@@ -108,7 +108,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--kv-cache-type": {"choices": tuple(STORAGE), "default": "f32", "metavar": "TYPE",
                         "help": f"type of the KV cache: {', '.join(STORAGE)} (default: f32; others may change tokens)"},
     "--numerics": {"choices": NUMERICS, "default": "exact", "metavar": "TYPE",
-                   "help": "exact (default): HF's tokens; canonical: with the same bits on every CPU; fast, draft: rounded"},
+                   "help": "exact (default): HF's tokens; canonical: same bits everywhere; fast, draft: rounded"},
     "--batch": {"type": sizes, "default": (4, 8), "metavar": "B[,B]",
                 "help": "batch sizes for serve and batch, or none (default: 4,8)"},
     "--verify-widths": {"type": sizes, "default": (2, 4, 8), "metavar": "T[,T]",

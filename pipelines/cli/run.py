@@ -26,7 +26,7 @@ from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.terminal import DIM, PLAIN, Progress, counted, print_message, sanitised
 from castiron.pipelines.text.chat_template import prepare
 from castiron.pipelines.text.fill_in_the_middle import fim_of
-from castiron.pipelines.text.generation import encode_prompt, encode_question
+from castiron.pipelines.text.generate import encode_prompt, encode_question
 from castiron.pipelines.text.reasoning import Reasoning
 from castiron.pipelines.text.text_output import Stream, text_request
 from castiron.pipelines.text.tokenizer import Tokenizer, load_tokenizer

@@ -24,7 +24,7 @@ from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.errors import PipelineError, user_errors
 from castiron.pipelines.model import GenerationOptions, Model
 from castiron.pipelines.terminal import print_message
-from castiron.pipelines.text.generation import Result
+from castiron.pipelines.text.generate import Result
 from castiron.vmfb.bundle.bundle import Bundle, open_bundle
 from castiron.vmfb.bundle.manifest import BundleError, dump
 

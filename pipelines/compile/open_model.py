@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from castiron.pipelines.compile.compile_model import Evaluate
     from castiron.pipelines.compile.compile_options import Options
     from castiron.pipelines.compile.compile_options import Progress as Report
-    from castiron.pipelines.text.generation import Vocabulary
+    from castiron.pipelines.text.generate import Vocabulary
 
 _lock = threading.Lock()
 
@@ -95,7 +95,7 @@ def check_draft_model(
 ) -> None:
     """Raise PipelineError if two models have different vocabularies; compile neither."""
     from castiron.pipelines.compile.compile_options import Options
-    from castiron.pipelines.text.generation import check_verifies, check_vocabularies
+    from castiron.pipelines.text.generate import check_verifies, check_vocabularies
 
     if is_bundle(model):
         if is_bundle(draft):
@@ -114,7 +114,7 @@ def _vocabulary(model: str | Path | Bundle, options: Options, progress: Report) 
     from castiron.pipelines.checkpoints.checkpoint import check_tokenizer, tokenizer_of
     from castiron.pipelines.checkpoints.open_checkpoint import open_checkpoint
     from castiron.pipelines.compile.compile_model import existing
-    from castiron.pipelines.text.generation import Vocabulary
+    from castiron.pipelines.text.generate import Vocabulary
     from castiron.pipelines.text.tokenizer import Tokenizer
 
     path = model.path if isinstance(model, Bundle) else Path(model).expanduser()

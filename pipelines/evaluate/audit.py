@@ -12,7 +12,7 @@ from castiron.pipelines.engine.receipt import Receipt, Transcript, sampling_of
 from castiron.pipelines.engine.request import Chooser, Request
 from castiron.pipelines.engine.sampling import NEAR, NEAR_DRAWN, logit_rows
 from castiron.pipelines.errors import PipelineError
-from castiron.pipelines.text.generation import check_token_ids
+from castiron.pipelines.text.generate import check_token_ids
 from castiron.pipelines.text.text_output import text_request
 from castiron.pipelines.text.tokenizer import load_tokenizer
 from castiron.vmfb.bundle.bundle import Bundle

@@ -23,7 +23,7 @@ from castiron.pipelines.checkpoints.hf.read_files import json_object
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.files import read_text
 from castiron.pipelines.locate import HubName
-from castiron.pipelines.text.generation import check_token_ids
+from castiron.pipelines.text.generate import check_token_ids
 from castiron.pipelines.text.tokenizer import load_tokenizer
 from castiron.vmfb.bundle.bundle import Bundle
 

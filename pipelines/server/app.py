@@ -35,7 +35,7 @@ from castiron.pipelines.server.routes import OPEN_PATHS, add_routes
 from castiron.pipelines.server.served_models import ModelPool, check_tokenizer
 from castiron.pipelines.terminal import print_message
 from castiron.pipelines.text.embedder import Embedder
-from castiron.pipelines.text.generation import open_draft
+from castiron.pipelines.text.generate import open_draft
 from castiron.pipelines.text.tokenizer import load_tokenizer
 from castiron.vmfb.bundle.bundle import Bundle, open_bundle
 

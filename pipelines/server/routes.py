@@ -24,7 +24,7 @@ from castiron.pipelines.api.openai.infill import InfillRequest, start_infill
 from castiron.pipelines.api.openai.records import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from castiron.pipelines.api.openai.responses import count_response_tokens, start_response
 from castiron.pipelines.api.openai.responses_records import InputTokensRequest, ResponsesRequest
-from castiron.pipelines.api.records import EmbeddingsRequest, RerankRequest, ScoreRequest
+from castiron.pipelines.api.request_fields import EmbeddingsRequest, RerankRequest, ScoreRequest
 from castiron.pipelines.server import openapi
 from castiron.pipelines.server.exchange import Exchange, answer_request, exchange_of
 from castiron.pipelines.server.metrics import MEDIA_TYPE, Metrics

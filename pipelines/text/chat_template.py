@@ -56,9 +56,14 @@ def _with_reasoning(message: Mapping) -> Mapping:
 
 def prepare() -> None:
     """Start to import jinja2 in another thread, because the import takes 40 ms."""
-    # Without memory for a thread, the first rendering does the work.
+
+    def quietly() -> None:
+        # Without memory, the first rendering does the work, and reports what is missing.
+        with contextlib.suppress(MemoryError, ImportError):
+            _environment()
+
     with contextlib.suppress(RuntimeError):
-        threading.Thread(target=_environment, daemon=True).start()
+        threading.Thread(target=quietly, daemon=True).start()
 
 
 def variables_of(template: str) -> list[str]:

@@ -20,8 +20,8 @@ from castiron.pipelines.api.api_errors import ApiError
 from castiron.pipelines.api.ollama import records as ollama
 from castiron.pipelines.api.openai import infill, responses_records
 from castiron.pipelines.api.openai.records import ChatRequest, CompletionRequest
-from castiron.pipelines.api.records import EmbeddingsRequest
 from castiron.pipelines.api.request_body import parse_body
+from castiron.pipelines.api.request_fields import EmbeddingsRequest
 from castiron.pipelines.server.app import open_app
 from tests.support import talking
 

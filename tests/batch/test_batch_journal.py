@@ -156,7 +156,7 @@ def test_a_damaged_line_runs_its_row_again(tmp_path):
 KILLED = """
 import sys, time
 from castiron.pipelines.engine.scheduler import Scheduler
-from castiron.vmfb.run.decode_plan import Batch
+from castiron.vmfb.run.session import Batch
 step, begin = Batch.step, Scheduler._start
 def slow(self, tokens):
     time.sleep(float(sys.argv[2]))

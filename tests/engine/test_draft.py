@@ -21,7 +21,7 @@ from castiron.pipelines.engine.sampling import Sampler, Sampling
 from castiron.pipelines.engine.speculation import Speculator
 from castiron.pipelines.errors import PipelineError
 from castiron.pipelines.text.conversation import Chat
-from castiron.pipelines.text.generation import check_draft, open_draft
+from castiron.pipelines.text.generate import check_draft, open_draft
 from castiron.pipelines.text.tokenizer import load_tokenizer
 from castiron.reference import tiny
 from castiron.vmfb.bundle.bundle import open_bundle
@@ -269,7 +269,7 @@ def bundle_with(tokens=None, vocab=3, verify=(4,), name="x"):
 
 def test_rejects_a_draft_with_another_vocabulary(monkeypatch):
     monkeypatch.setattr(
-        "castiron.pipelines.text.generation.load_tokenizer",
+        "castiron.pipelines.text.generate.load_tokenizer",
         lambda bundle: SimpleNamespace(vocabulary=bundle.tokens),
     )
     two, three = [b"a", b"b"], [b"a", b"b", b""]

@@ -163,12 +163,12 @@ def test_speculation_never_crosses_the_length_in_a_call(model, answer, monkeypat
         done = len(self.tokens) - length
         return [(wanted[done + i] if done + i < 20 and i < right else 3) for i in range(count)]
 
-    def plan(self, widest: int, left: int) -> tuple[float, int]:
+    def options(self, widest: int, left: int) -> list[tuple[float, str, int]]:
         seen.append((self.session.position, widest))
-        return 1e9, widest - 1
+        return [(1e9, "ngram", widest - 1)]
 
     monkeypatch.setattr("castiron.pipelines.engine.speculation.Ngrams.propose", propose)
-    monkeypatch.setattr(Speculator, "_plan_ngrams", plan)
+    monkeypatch.setattr(Speculator, "_ngram_options", options)
     run(Engine(model[1], 1, single=True, ngrams=True), request := ask(prompt, max_tokens=20))
     assert request.tokens == wanted
     assert all(widest == 4 for position, widest in seen if position >= ORIGINAL)

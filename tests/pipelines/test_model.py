@@ -126,7 +126,7 @@ def test_after_an_interrupt_the_model_answers_as_before(model, reference, monkey
     other = model.stream("Hello you", max_tokens=30, stop_tokens=())
     next(other)
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -149,7 +149,7 @@ def test_an_interrupt_while_a_slot_is_prepared_drops_its_cache(model, reference,
     stored = {text: slot for slot in range(len(slots)) for text in ("Hello", "To be")
             if scheduler.cache.tokens[slot, : len(text)].tolist() == reference.text.encode(text)}  # fmt: skip
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **options):
         move_to(slots[stored["To be"]], 5, source=slots[stored["Hello"]])
         raise KeyboardInterrupt
 
@@ -179,7 +179,7 @@ def test_sampling_is_a_record_or_its_fields(model):
     assert drawn == model.generate("Hello", max_tokens=20, stop_tokens=(), sampling=Sampling(1.0), seed=5).tokens
     assert drawn != model.generate("Hello", max_tokens=20, stop_tokens=()).tokens
     fields = {field.name for field in dataclasses.fields(Sampling)}
-    limits = {"max_tokens", "stop_strings", "stop_tokens", "template_args", "compact_json"}
+    limits = {"max_tokens", "stop_strings", "stop_tokens", "template_args", "compact_json", "receipt"}
     assert set(model_file.GenerationOptions.__annotations__) == fields | limits | model_file.STRUCTURES | {"sampling"}
 
 

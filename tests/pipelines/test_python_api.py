@@ -48,7 +48,7 @@ def test_a_type_checker_follows_the_examples(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     revealed = re.findall(r'Revealed type is "(?:builtins\.)?(?:castiron[\w.]*\.)?(.*?)"', done.stdout)
-    assert revealed == ["Result", "list[castiron.pipelines.text.generation.Result]", "Stream", "Bundle", "int"]
+    assert revealed == ["Result", "list[castiron.pipelines.text.generate.Result]", "Stream", "Bundle", "int"]
 
 
 def test_the_api_has_docstrings_and_the_page_shows_each_call():

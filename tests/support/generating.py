@@ -10,7 +10,7 @@ from typing import Any
 from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.sampling import Sampler
 from castiron.pipelines.text import generation
-from castiron.pipelines.text.generation import encode_prompt
+from castiron.pipelines.text.generate import encode_prompt
 from castiron.pipelines.text.text_output import Stream, text_request
 from castiron.pipelines.text.tokenizer import Tokenizer
 from castiron.vmfb.bundle.bundle import Bundle

@@ -125,15 +125,14 @@ def ask(
 # file argv[2] exists.
 SLOW = """
 import itertools, os, sys, time
-from castiron.vmfb.run.decode_plan import Batch
-from castiron.vmfb.run.session import Session
+from castiron.vmfb.run.session import Batch, Session
 steps = itertools.count()
 def slowly(function, pause):
-    def slow(*arguments):
+    def slow(*arguments, **options):
         time.sleep(float(sys.argv[1]))
         while pause and next(steps) and os.path.exists(pause):
             time.sleep(0.005)
-        return function(*arguments)
+        return function(*arguments, **options)
     return slow
 Batch.step, Session.prefill = slowly(Batch.step, sys.argv[2]), slowly(Session.prefill, "")
 from castiron.pipelines.cli.main import main

@@ -13,7 +13,9 @@ from castiron.pipelines.api.async_engine import Job
 from castiron.pipelines.api.generation import AnswerFormat, CallableFunction, Generation, Message, only_format, plain_message
 from castiron.pipelines.api.generation_api import generating
 from castiron.pipelines.api.model_api import ModelApi, run_in_thread
-from castiron.pipelines.api.records import (
+from castiron.pipelines.api.replies import Block, BlocksReply
+from castiron.pipelines.api.request_body import Body, ByType, Unsupported
+from castiron.pipelines.api.request_fields import (
     LIMITED,
     Content,
     DirectCallers,
@@ -25,8 +27,6 @@ from castiron.pipelines.api.records import (
     parts_of,
     text_of,
 )
-from castiron.pipelines.api.replies import Block, BlocksReply
-from castiron.pipelines.api.request_body import Body, ByType, Unsupported
 from castiron.pipelines.engine.request import Finished
 from castiron.pipelines.text.text_output import Delta
 from castiron.pipelines.text.tokenizer import TokenBytes

@@ -21,8 +21,8 @@ from castiron.pipelines.api.ollama.records import (
     OllamaGenerateRequest,
     OllamaGeneration,
 )
-from castiron.pipelines.api.records import EmbeddingsRequest
 from castiron.pipelines.api.replies import Block, BlocksReply
+from castiron.pipelines.api.request_fields import EmbeddingsRequest
 
 # This API's names of fields of `Generation`.
 NAMES = {"reasoning_effort": "think"}

@@ -6,7 +6,8 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from castiron.pipelines.api.generation import ANY_OBJECT, AnswerFormat, Message, plain_message
-from castiron.pipelines.api.records import (
+from castiron.pipelines.api.request_body import Body, Unsupported, is_allowed, is_one_or_more
+from castiron.pipelines.api.request_fields import (
     LIMITED,
     MAX_INPUTS,
     SAMPLED,
@@ -15,7 +16,6 @@ from castiron.pipelines.api.records import (
     Stops,
     TokenId,
 )
-from castiron.pipelines.api.request_body import Body, Unsupported, is_allowed, is_one_or_more
 
 # Tag that Ollama adds to a model's name without a tag.
 TAG = ":latest"

@@ -19,7 +19,7 @@ from castiron.pipelines.api.openai.records import (
     TokenizeRequest,
 )
 from castiron.pipelines.api.openai.replies import ChatReply, CompletionReply, Echo
-from castiron.pipelines.api.records import Function
+from castiron.pipelines.api.request_fields import Function
 
 # OpenAI's default for max_tokens of /v1/completions.
 COMPLETION_TOKENS = 16

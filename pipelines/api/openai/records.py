@@ -13,7 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from castiron.pipelines.api.api_errors import invalid
 from castiron.pipelines.api.generation import ANY_OBJECT, AnswerFormat, Effort, Message
-from castiron.pipelines.api.records import (
+from castiron.pipelines.api.request_body import Body, ByType, Unsupported, is_one_or_more
+from castiron.pipelines.api.request_fields import (
     LIMITED,
     CalledFunction,
     Content,
@@ -28,7 +29,6 @@ from castiron.pipelines.api.records import (
     formats_of,
     text_of,
 )
-from castiron.pipelines.api.request_body import Body, ByType, Unsupported, is_one_or_more
 
 
 def is_negative(value: Any) -> bool:

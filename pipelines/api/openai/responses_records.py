@@ -20,7 +20,8 @@ from castiron.pipelines.api.generation import (
     plain_message,
 )
 from castiron.pipelines.api.openai.records import INPUT, Freeform, JsonSchema, Verbosity
-from castiron.pipelines.api.records import (
+from castiron.pipelines.api.request_body import Body, ByType, Unsupported
+from castiron.pipelines.api.request_fields import (
     LIMITED,
     MAX_FUNCTIONS,
     MAX_NAME,
@@ -32,7 +33,6 @@ from castiron.pipelines.api.records import (
     Objects,
     text_of,
 )
-from castiron.pipelines.api.request_body import Body, ByType, Unsupported
 
 # This API's names of fields of `Generation`.
 NAMES = {"reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity"}
