@@ -19,20 +19,14 @@ Work = int | Callable[[int], int]
 class Kernel:
     """An IREE `stream.executable` with operand types, a NumPy reference and a cost.
 
-    name: name of the MLIR symbol; kernels with different text have different names.
-    operands: types by name, in the order of the dispatch. The type "index" means a scalar, such as
-        the index of a layer.
-    results: types of the results by name.
-    workgroups: number of workgroups of a dispatch.
-    write: function that emits the kernel's body when called as write(body, **arguments). The
-        arguments are the memref or index value of each operand, and the memref of each result that
-        is not in `in_place`, by name.
-    reference: NumPy function that computes the results. It gets the operands by name and returns
-        the results by name.
-    flops, nbytes: FLOPs, and bytes of memory traffic, of a call. Each is a number, or a function of
-        the position of the call's first token in the sequence.
-    in_place: maps the name of a result to the name of the operand that this result overwrites.
-    matmul: a `Matmul` if `castiron tune` can tune the tile sizes of this kernel, otherwise None.
+    name: of the MLIR symbol; kernels with different text have different names.
+    operands: types by name, in the order of the dispatch; "index" is a scalar.
+    write: called as write(body, **arguments), with the memref or index of each operand, and the
+        memref of each result that is not in `in_place`.
+    reference: NumPy function from operands to results, by name.
+    flops, nbytes: of a call, a number or a function of the position of its first token.
+    in_place: from a result to the operand that it overwrites.
+    matmul: a `Matmul` if `castiron tune` can tune the kernel, otherwise None.
     """
 
     name: str

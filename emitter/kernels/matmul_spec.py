@@ -104,34 +104,19 @@ class Matmul:
 
     @property
     def weight_rows(self) -> int:
-        """Return the number of rows of the packed weight; with a GLU, of gate and up together.
-
-        With experts, it is the number of rows of one expert's weight.
-        """
+        """Return the rows of the packed weight, of one expert; with a GLU, of gate and up together."""
         return -(-self.out_features // LANES) * 2 * LANES if self.glu else self.out_features
 
     @property
     def weight_shape(self) -> tuple[int, int, int]:
-        """Return the shape of the packed weight: (blocks of 16 rows, records, bytes of a record).
-
-        A record has one codec block (such as 32 elements) of each of the 16 rows. With experts, the
-        shape is that of one expert's weight.
-        """
+        """Return the shape of the packed weight, of one expert: (row blocks, records, bytes)."""
         return packed_shape(self.codec, self.weight_rows, self.in_features)
 
     def operands(self) -> dict[str, TensorType]:
-        """Return the types of the kernel's operands by name, in order.
+        """Return the types of those operands that the kernel needs, by name, in order.
 
-        The result has those of the following operands that the kernel needs.
-
-        x: activations in f32, or made by the kernel `quantise_x` or `split_x`.
-        x_scales, x_integer_sums: other results of `quantise_x`.
-        x_sums: sums of x over each codec group, that is, over elements that share a scale.
-        norm: weight of the RMS norm.
-        weight: packed weight.
-        chosen: index of the expert of each (token, expert) pair.
-        bias, residual: what is added to the result.
-        length: number of rows of x that are not padding.
+        x, x_scales, x_sums, x_integer_sums: x in f32, or the results of `quantise_x` or `split_x`.
+        chosen: the expert of each (token, expert) pair. length: rows of x that are not padding.
         """
         row_blocks, *record = self.weight_shape
         every = {
@@ -214,11 +199,7 @@ class Matmul:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of memory traffic of a call: the size of its operands and its result.
-
-        With experts, it counts the weights of each expert once, for at most as many experts as the
-        call has (token, expert) pairs.
-        """
+        """Return the bytes of operands and results of a call; with experts, of those that it may use."""
         types = self.operands() | self.results()
         weight = types.pop("weight").nbytes
         if self.experts:

@@ -47,12 +47,9 @@ class DecodeTokens:
     The kernel's operand qkv (the fused projection of q, k and v) has `count` rows, one for each
     token. A row without a token is idle, and its result is zero.
 
-    kind: where the tokens come from.
-        "one": the next token of a sequence.
-        "batch": one token of each of `count` sequences. Rows with a negative position are idle.
-        "chunk": consecutive tokens of one sequence, whose keys and values are already in the
-            caches. The kernel's operand `start` is the position of the first token, and `length`
-            the number of tokens. Rows from `length` on are idle.
+    kind: "one": the next token of a sequence. "batch": one token of each of `count` sequences; rows
+        with a negative position are idle. "chunk", on GPUs: consecutive tokens of one sequence,
+        from position `start` on, already in the caches; rows from `length` on are idle.
     """
 
     kind: str = "one"
@@ -141,9 +138,8 @@ def attention_decode(
         k_cache, v_cache, counters: updated in place
         parts: scratch memory for the sums of chunks
 
-    A long context is divided among at most `splits` workgroups. The counters count the workgroups
-    that have finished, so that the last one joins the chunks. They must be zero before the first
-    call, and are zero after each call.
+    A long context is divided among at most `splits` workgroups. Counters count those that have
+    finished, so that the last one joins the chunks; they are zero before and after a call.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
     context, cache = caches.context, caches.format

@@ -178,10 +178,7 @@ def prepared_heads(
 
 
 def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, rotary_dim: int) -> np.ndarray:
-    """Apply rotary embedding to x [T, heads, head_dim] in NumPy, as in HF; return the result.
-
-    cos, sin: [T, rotary_dim / 2]. Elements of a head from index `rotary_dim` on do not change.
-    """
+    """Apply rotary embedding to x [T, heads, head_dim] in NumPy; cos, sin: [T, rotary_dim / 2]."""
     first, second = slice(0, rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
     cos, sin = cos[:, None, :].astype(np.float64), sin[:, None, :].astype(np.float64)
     result = x.copy()

@@ -32,9 +32,6 @@ def rope_append(caches: Caches, T: int, layout: HeadLayout, *, isa: Isa) -> Kern
 
     If `layout` has norms, the kernel normalises q and k before it rotates them.
 
-    caches: shape and format of the KV caches.
-    layout: number and size of the heads, and how q and k are normalised and rotated.
-
     Operands:
         qkv: f32 [T, layout.row], the heads of q, then of k, then of v.
         cos, sin, q_norm, k_norm: tables and weights, see `HeadLayout.operands`.

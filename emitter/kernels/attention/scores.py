@@ -20,8 +20,7 @@ class Scores:
     scale: the score of q and k is s = scale * (q . k).
     window: number of positions that a token attends to, its own included; None for no limit.
     softcap: if not None, the score is softcap * tanh(s / softcap) instead, as in Gemma 2.
-    sinks: whether each head has an attention sink, as in gpt-oss: a learned score that takes part
-        in the softmax, but has no key and no value.
+    sinks: whether each head has a learned score without a key and a value, as in gpt-oss.
     bidirectional: whether a token also attends to later positions: to window - 1 of them, or to all
         if `window` is None.
     """

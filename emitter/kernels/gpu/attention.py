@@ -256,9 +256,6 @@ class _Writer:
         """Emit code that adds `KEYS` cached positions from `base` on to the online softmax.
 
         at: (layer, kv head). q: the query of each token, shared f32 [head_dim].
-        ranges: (firsts, ends) of the positions of each query. high: positions from here on are
-            ignored.
-        state: max score and sum of weights of each query, then the weighted values of `own_d`.
         """
         b, thread, n = self.b, self.thread, self.queries
         layer, kv_head = at

@@ -89,11 +89,7 @@ class Expression:
     def element(
         self, b: GpuBody, given: Mapping[str, Any], index: Sequence[Index], hole: Ssa | FinishedHead | None = None
     ) -> Ssa:
-        """Emit code that computes the element at `index` of the expression's result.
-
-        hole: the kernel's result at `index`, or a `FinishedHead` if all elements of a head are
-            needed.
-        """
+        """Emit code that computes the element at `index` of the expression's result."""
         return _Elements(b, self, given, hole).at(self.root, index)
 
     def array(self, given: Mapping[str, np.ndarray], hole: np.ndarray | None = None) -> np.ndarray:

@@ -131,10 +131,7 @@ class GpuBody(Body):
         return sum(4 * prod(buffer.type.shape) for buffer in self._allocated)
 
     def strided(self, thread: Ssa, count: Index, carry: Sequence[Ssa] = ()) -> AbstractContextManager[Loop]:
-        """Append a loop over 0 .. count - 1; thread t runs iterations t, t + threads, and so on.
-
-        carry: initial values of the loop-carried variables (`iter_args` of `scf.for`).
-        """
+        """Append a loop over 0 .. count - 1; thread t runs iterations t, t + threads, and so on."""
         return self.loop(thread, count, self.threads, carry)
 
     def sums(self, thread: Ssa, values: Sequence[Ssa], lanes: int, op: str = "addf") -> tuple[Ssa, int]:

@@ -10,14 +10,10 @@ SUM_LANES = 16
 
 @dataclass(frozen=True)
 class Isa:
-    """The vector instructions of a CPU that kernels use.
+    """The vector instructions of a CPU; lanes: f32 in a vector, registers: vectors.
 
-    name: such as "avx2" or "neon".
-    lanes: number of f32 in a vector.
-    registers: number of such vectors that fit in the CPU's vector registers.
-    dot: instruction for int8 dot products (see `mlir.dot`).
-    pairs: instruction for products of bf16 pairs (see `mlir.bf16_pairs`), or "".
-    matrix: instruction for matmuls of bf16 blocks (see `mlir.matrix`), or "".
+    dot: for int8 dot products (`mlir.dot`). pairs: for bf16 pairs (`mlir.bf16_pairs`), or "".
+    matrix: for matmuls of bf16 blocks (`mlir.matrix`), or "".
     """
 
     name: str

@@ -135,14 +135,8 @@ def _block(tokens: Tokens, isa: Isa, k_dim: int, vectors: int, width: int) -> tu
 class _Head:
     """A writer of a workgroup's code, which computes one head of one sequence.
 
-    The code updates the head's state [k_dim, v_dim] in blocks of a few columns.
-
-    sizes: (k_dim, v_dim, elements of a vector, width of a block in vectors).
-    share: which head and which tokens the workgroup computes.
-    given: memrefs of the kernel's operands and results, by name.
-    at: index of the head's first column in each operand, by name.
-    known: stack buffer f32 [4, tokens]; four numbers of each token: decay, beta, 1 / |k| and
-        1 / (|q| sqrt(k_dim)).
+    sizes: (k_dim, v_dim, elements of a vector, width of a block in vectors). at: the head's first
+    column in each operand. known: f32 [4, tokens]: decay, beta, 1 / |k| and 1 / (|q| sqrt(k_dim)).
     """
 
     b: Body

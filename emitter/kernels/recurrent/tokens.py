@@ -18,13 +18,7 @@ QUAD = 4  # lanes of the vectors in which scalars are computed
 
 @dataclass(frozen=True)
 class Columns:
-    """A range of columns that a kernel reads from an operand f32 [tokens, width].
-
-    The operand may be the result of a fused matmul, where other kernels read other columns.
-
-    width: number of columns that the operand has.
-    first: index of the first column that is read. The kernel knows how many columns follow.
-    """
+    """The columns from `first` on that a kernel reads from an operand f32 [tokens, width]."""
 
     width: int
     first: int = 0
@@ -60,14 +54,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens that a recurrent kernel computes in one call.
+    """The tokens that a recurrent kernel computes in one call; count: their number, with padding.
 
-    count: number of tokens, with padding.
-    layers: size of dimension 0 of the state operand: the number of layers times the number of
-        sequences. All layers of the first sequence come first, then those of the second.
-    batch: False for consecutive tokens of one sequence; True for one token of each of `count`
-        sequences. A sequence with a negative position is idle, and its state does not change.
-    length: whether the kernel has an operand `length`, the number of tokens without padding.
+    layers: size of dimension 0 of the state: layers times sequences, sequence by sequence.
+    batch: one token of each of `count` sequences (idle if the position is negative), instead of
+    consecutive tokens of one. length: whether the kernel has an operand `length`.
     """
 
     count: int
@@ -114,12 +105,7 @@ class Tokens:
 
 
 def zero_padding(b: Body, share: Share, y: Ssa, low: Index, high: Index, width: int) -> None:
-    """Emit code that sets the workgroup's rows of padding in y to zero.
-
-    share: the part of the work that the workgroup does; it says which rows are padding.
-    low, high: the code sets columns low .. high - 1.
-    width: number of elements of a vector.
-    """
+    """Emit code that zeroes columns low .. high - 1 of the workgroup's rows of padding in y."""
     with b.loop(share.end, share.high) as t, b.loop(low, high, width) as d:
         b.vstore(b.splat(0.0, width), y, t.index, d.index)
 

@@ -59,18 +59,12 @@ def field_of(quad: int, per_word: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a record of a packed weight, which has one codec block of each of 16 rows.
+    """The layout of a record of a packed weight.
 
-    A codec block is a block of the weight's format, such as 256 elements of Q4_K. A group is the
-    elements of a block that share a scale. Codes are packed in words, integers of 16 or 32 bits.
-
-    size: bytes of a record.
-    elements: number of elements of each row in a record.
-    groups: number of groups of each row in a record.
-    word_bytes: bytes of each word with the codes of one group of one row; empty for E4M3 and floats.
-    d, m, scales, minima, codes: byte offset of each part of the record (an element is
-        d * scale * code +- m * minimum); None if the format has no such part.
-    d_type: NumPy type of d.
+    size: bytes of a record. elements, groups: of each row in a record.
+    word_bytes: of each word with the codes of a group of a row; empty for E4M3 and floats.
+    d, m, scales, minima, codes: byte offset of each part (an element is d * scale * code +- m *
+    minimum); None if the format has no such part.
     """
 
     size: int
@@ -230,11 +224,8 @@ def _filled(raw: np.ndarray, axis: int, multiple: int) -> np.ndarray:
 def pack(codec_name: str, *raws: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     """Pack a weight into the layout that kernels read, u8 of shape `packed_shape`.
 
-    codec_name: format of the weight, such as "q4_k".
-    raws: the weight, u8 [out, row_bytes] in this format. Several weights of one shape, such as
-        gate and up of a GLU, are packed into one array: 16 rows of the first, 16 rows of the
-        second, and so on.
-    out: the array to write and return; None for a new one.
+    raws: u8 [out, row_bytes] in the codec's format; of several, such as gate and up of a GLU, row
+    blocks alternate. out: the array to write and return; None for a new one.
     """
     codec = codec_of(codec_name)
     record, of_each = layout(codec), len(raws)

@@ -23,11 +23,7 @@ EXACT_COUNTS = {"bf16": 1, "f16": 2, "f32": 3}
 
 
 def units(codec_name: str) -> int:
-    """Return the number of consecutive elements of a row that are decoded together, called a unit.
-
-    In a quantised format, these are the elements that share a scale. In a float format, they are
-    the elements of a row that one record of the packed weight has: 2 for bf16, 1 for f16 and f32.
-    """
+    """Return the elements of a row in a unit: a codec group, 2 for bf16, 1 for f16 and f32."""
     codec = codec_of(codec_name)
     return codec.group if codec.quantised else layout(codec).elements
 
@@ -65,11 +61,7 @@ class Decoded:
 
 
 def decoded(records: Records, block: Index, unit: Index) -> list[list[Ssa]]:
-    """Emit code that decodes one unit of 16 rows to f32; return its weights as a nested list.
-
-    Entry [v][k] is `Decoded.weight(k, v)`: a vector f32 [lanes] with element k of the unit, for
-    `lanes` of the 16 rows. `Decoded` explains `block` and `unit`.
-    """
+    """Emit code that decodes a unit; entry [v][k] of the result is `Decoded.weight(k, v)`."""
     weights = Decoded(records, block, unit)
     return [[weights.weight(k, v) for k in range(units(records.codec.name))] for v in range(records.vectors)]
 
@@ -141,14 +133,10 @@ class Panel(BasePanel):
 
 
 class Int8Panel(BasePanel):
-    """A panel (see `BasePanel`) with the stored codes of quantised weights as int8.
+    """A panel with the stored codes of quantised weights as int8.
 
-    Each row of the weight is a column of the panel.
-
-    codes: i32 [depth / 4, columns]; each i32 has four codes of one row of the weight. Every eight
-        codes are in the order 0, 2, 4, 6, 1, 3, 5, 7 (`EVEN_ODD`).
-    scales, bases: f32 [groups, columns], one for each codec group (the elements of a row that share
-        a scale). `Int8Codes.scale_and_base` has the formula that computes a weight from them.
+    codes: i32 [depth / 4, columns], four codes of one row in the order `EVEN_ODD`.
+    scales, bases: f32 [groups, columns], see `Int8Codes.scale_and_base`.
     """
 
     def allocate(self, depth: int, columns: int) -> None:
@@ -176,11 +164,9 @@ class Int8Panel(BasePanel):
 
 
 class Bf16Panel(BasePanel):
-    """A panel (see `BasePanel`) with weights rounded to bf16.
+    """A panel with weights rounded to bf16; subclasses may store a weight as a sum of `count` bf16.
 
-    words: i32 [count, depth / 32, row blocks, 16 pairs, 16 columns]. An i32 has a pair: the bf16 of
-        two neighbouring elements of in_features.
-    count: 1 in this class. Subclasses may store a weight as a sum of `count` bf16.
+    words: i32 [count, depth / 32, row blocks, 16 pairs, 16 columns], with two neighbours.
     """
 
     count = 1
@@ -246,15 +232,12 @@ class Bf16SplitPanel(Bf16Panel):
 
 
 class Bf16BlockPanel(Bf16Panel):
-    """A panel (see `BasePanel`) with quantised weights divided by the scale d of their codec block.
+    """A panel with quantised weights divided by the scale d of their codec block.
 
-    A weight is d * scale * code, with one d for each codec block and one scale for each group in
-    it (1 if the format has no group scales). An element of the panel is code * (scale of its
-    group). It is stored as `count` bf16 whose sum is exactly this value: 2, or 1 without group
-    scales. `Bf16Panel` describes the buffer.
+    An element is code * (scale of its group), as `count` bf16 whose sum is exact: 2, or 1 if groups
+    have no scales.
 
-    scales: f32 [blocks, columns], the d of each codec block. The GEMM multiplies the sum over a
-        block by it. If a panel has only a part of a block, this is the sum over this part.
+    scales: f32 [blocks, columns], d. The GEMM multiplies the sum over a block, or a part, by it.
     """
 
     minima = None
@@ -296,11 +279,10 @@ class Bf16BlockPanel(Bf16Panel):
 
 
 class Bf16CodePanel(Bf16Panel):
-    """A panel (see `BasePanel`) with the codes of quantised weights, converted exactly to bf16.
+    """A panel with the codes of quantised weights, converted exactly to bf16.
 
-    words: i32 [1, groups, row blocks, 16 pairs, 16 columns], as in `Bf16Panel`. Each codec group
-        (the elements of a row that share a scale) takes 32 rows of the panel. For a group of 16
-        elements, the other 16 rows are zero.
+    words: i32 [1, groups, row blocks, 16 pairs, 16 columns]; for groups of 16, half of the pairs
+    are 0.
     scales, minima: f32 [groups, columns]. A weight is scale * code + minimum.
     """
 

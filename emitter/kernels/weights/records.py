@@ -27,12 +27,7 @@ _FLOATS = {"<f4": ("f32", 32), "<f2": ("f16", 16), "<u2": ("bf16", 16)}
 
 
 def code_factors(codec: Codec) -> np.ndarray:
-    """Return the factors f32 [group] that turn the results of `GroupCodes.code` into codes.
-
-    `GroupCodes.code(k, v)` masks the bits of a code without shifting them down, so it returns the
-    code times a power of two. Entry k is the inverse of this power. `group` is the number of
-    elements that share a scale.
-    """
+    """Return the factors f32 [group] that turn unshifted results of `GroupCodes.code` into codes."""
     record = layout(codec)
     if codec.e4m3:
         return np.full(codec.group, E4M3_FACTOR, np.float32)
@@ -47,19 +42,10 @@ def code_factors(codec: Codec) -> np.ndarray:
 class Records:
     """A writer of code that reads a packed weight, i8 [row blocks, records, bytes].
 
-    A row block has 16 rows of the weight. A record has one codec block (for example, 32 codes and
-    their scale) of each of these rows; in a float format, one or two elements of each.
+    base: added to every index of a row block, such as the first block of an expert.
 
-    base: number that is added to every index of a row block, for example the index of the first
-        block of an expert.
-
-    Arguments of the methods:
-
-    block: index of a row block.
-    record: index of a record in the row block.
-    group: index of a codec group in the record. A codec group is the elements of a row that share a
-        scale.
-    v: index of a vector of rows. Vector v has rows v * lanes .. (v + 1) * lanes - 1 of the block.
+    group: index of a codec group in the record.
+    v: index of a vector of rows: v * lanes .. (v + 1) * lanes - 1 of the row block.
     """
 
     def __init__(self, b: Body, codec: Codec, isa: Isa, weight: Ssa, base: Index = 0):
@@ -181,13 +167,8 @@ class Records:
 
 
 class GroupCodes:
-    """A writer of code that reads the codes of one codec group of 16 rows of a packed weight.
+    """A writer of code that reads the codes of one codec group of a row block, each word once.
 
-    A codec group is the elements of a row that share a scale. Each word of codes is loaded only
-    once.
-
-    block: index of the block of 16 rows.
-    record: index of the record in the block; a record has one codec block of each row.
     offset: byte offset of the codes of the group in the record.
     """
 
