@@ -189,5 +189,5 @@ def test_rejects_texts_without_enough_tokens(directory, tmp_path):
     bare = open_checkpoint(tiny.tiny_model("llama", tmp_path / "bare"))
     with pytest.raises(PipelineError, match="has no tokenizer"):
         chunks_of(bare, text(tmp_path / "text"))
-    with pytest.raises(EmitError, match="weights is 'native'; use a quantised type"):
+    with pytest.raises(EmitError, match="cannot calibrate weights 'native'; use a quantised type"):
         Options(calibrate="text")
