@@ -67,7 +67,9 @@ class Case:
 
     def decode(self, isa: Isa, batch: int | None = None) -> Kernel:
         tokens = DecodeTokens() if batch is None else DecodeTokens("batch", batch)
-        return attention_decode(self.caches(batch or 1), self.layout, self.how, tokens, isa=isa, splits=self.splits)
+        return attention_decode(
+            self.caches(batch or 1), self.layout, self.how, tokens, isa=isa, splits=self.splits, split_from=24
+        )
 
     def append(self, isa: Isa) -> Kernel:
         return rope_append(self.caches(), self.tokens, self.layout, isa=isa)

@@ -118,6 +118,7 @@ def attention_decode(
     *,
     isa: Isa,
     splits: int = 8,
+    split_from: int | None = None,
 ) -> Kernel:
     """Return the kernel that computes attention for one token in each row of qkv.
 
@@ -138,8 +139,9 @@ def attention_decode(
         k_cache, v_cache, counters: updated in place
         parts: scratch memory for the sums of chunks
 
-    A long context is divided among at most `splits` workgroups. Counters count those that have
-    finished, so that the last one joins the chunks; they are zero before and after a call.
+    A context of more than `split_from` positions (None: a default) is divided among at most
+    `splits` workgroups. Counters count those that have finished, so that the last one joins the
+    chunks; they are zero before and after a call.
     """
     heads, kv_heads, hd, window = layout.heads, layout.kv_heads, layout.head_dim, scores.window
     context, cache = caches.context, caches.format
@@ -147,7 +149,7 @@ def attention_decode(
     rows = tokens.count
     shape = _shape(layout, isa, cache)
     per = shape.per
-    split_from = CHUNK if kv_heads == 1 else SPLIT_FROM
+    split_from = split_from or (CHUNK if kv_heads == 1 else SPLIT_FROM)
     chunks = -(-context // CHUNK) if window is None else min(-(-context // CHUNK), (window + CHUNK - 2) // CHUNK + 1)
     groups = kv_heads // per
     slots = max(per, splits)
@@ -239,7 +241,7 @@ def attention_decode(
         return min(position + 1, window or context)
 
     return Kernel(
-        f"{name}{tokens.suffix}{caches.suffix}",
+        f"{name}from{split_from}{tokens.suffix}{caches.suffix}",
         operands,
         {"out": out_type, **updated, "parts": parts_type},
         rows * units,

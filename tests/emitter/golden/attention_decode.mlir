@@ -1,5 +1,5 @@
 // castiron emit --kernel attention_decode --shape 4x2x16 --context 64 --isa avx2 --threads 2
-// 1113 lines, sha256 48685d628f5658e1d210d3fae9570a2c03ad1672b400bc09cb89b8d76d98ee22
+// 1113 lines, sha256 a9e1d155070f105fe2bea4bccb1213f6542619b773f3696b61f42736ce5470e4
               scf.for %317 = %c0 to %218 step %c9 {
                 %319 = vector.load %6[%216, %317] : memref<4x48xf32>, vector<16xf32>
                 %320 = arith.subf %319, %272 : vector<16xf32>

@@ -1,5 +1,5 @@
 // castiron emit --kernel attention_decode --shape 4x2x16 --context 64 --kv-cache-type f16 --isa avx2 --threads 2
-// 1112 lines, sha256 31865e4f5a00ebc2eddd0b85d0311c42b0a3bd00b432616a4d1388ad746d3213
+// 1112 lines, sha256 d733adce6176e8eb6b2461c0556dae3df9270aff645af60dc5aa78941b17a511
               scf.for %322 = %c0 to %223 step %c9 {
                 %324 = vector.load %6[%221, %322] : memref<4x48xf32>, vector<16xf32>
                 %325 = arith.subf %324, %277 : vector<16xf32>

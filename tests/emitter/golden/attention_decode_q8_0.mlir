@@ -1,5 +1,5 @@
 // castiron emit --kernel attention_decode --shape 4x2x16 --context 64 --kv-cache-type q8_0 --isa avx2 --threads 2
-// 1300 lines, sha256 d943a5c8f59a4c47093714d2cd82ea654a0f9009939e566e68286bdf0b7df968
+// 1300 lines, sha256 afd4571e98f46a0985fefbcc2d8f0794f66f896db2f51aba1d1efbb50d8ece36
               scf.for %404 = %c0 to %305 step %c9 {
                 %406 = vector.load %6[%303, %404] : memref<4x48xf32>, vector<16xf32>
                 %407 = arith.subf %406, %359 : vector<16xf32>
