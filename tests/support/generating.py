@@ -9,7 +9,7 @@ from typing import Any
 
 from castiron.pipelines.engine.engine import Engine
 from castiron.pipelines.engine.sampling import Sampler
-from castiron.pipelines.text import generation
+from castiron.pipelines.text import generate
 from castiron.pipelines.text.generate import encode_prompt
 from castiron.pipelines.text.text_output import Stream, text_request
 from castiron.pipelines.text.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ def generate_many(
         return text_request(encode_prompt(prompt, text, vocab, template_args), engine.context, text, **options)
 
     make_request([0])
-    return generation.generate_many(engine, prompts, make_request)
+    return generate.generate_many(engine, prompts, make_request)
 
 
 def choose(sampler: Sampler, logits, history=(), counts: Mapping = MappingProxyType({})) -> int:
