@@ -117,11 +117,6 @@ class Codec:
         """Return a copy with each value of `table` rounded to a multiple of 1 / `int8_scale`."""
         return replace(self, table=tuple(round(self.int8_scale * value) / self.int8_scale for value in self.table))
 
-    @property
-    def needs_input_sums(self) -> bool:
-        """Return whether a matmul needs the sum of x over each group: offset or minimum."""
-        return bool(self.offset or self.minimum)
-
     def split(self, blocks: np.ndarray) -> Parts:
         """Return the `Parts` of n blocks, u8 [n, block_bytes]; the codec must be quantised."""
         assert self.splitter is not None, f"{self.name} has no blocks"
